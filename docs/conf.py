@@ -72,7 +72,7 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md and LOG.md become text, because
+    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md become text, because
     they are not on the website."""
 
     default_priority = 500

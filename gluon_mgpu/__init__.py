@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gluon_mgpu.compat.startup import Finder, configure
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from gluon_mgpu.training.train import train

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-from gluon_mgpu.runtime import errors, log, mpi
+from gluon_mgpu.support import errors, log, mpi
 
 
 def main(program: str = "gluon-mgpu") -> None:

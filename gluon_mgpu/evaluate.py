@@ -20,8 +20,8 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import LARGEST_BATCH, batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import LESSONS, Config

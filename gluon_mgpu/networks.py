@@ -15,7 +15,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 

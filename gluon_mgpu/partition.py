@@ -15,8 +15,8 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu import scratch
 from gluon_mgpu.data.splitting import split_batch
-from gluon_mgpu.runtime.errors import UsageError
 from gluon_mgpu.scratch import Params
+from gluon_mgpu.support.errors import UsageError
 
 
 def convolution(X: NDArray, W: NDArray, b: NDArray) -> NDArray:

@@ -54,7 +54,7 @@ try() {  # try ROOT PYTHON: copies the checkout into a root file system and test
         make torch && .venv/bin/python -m pip install --quiet --editable ".[onnx]" ||
             .venv/bin/python -m pip install --quiet safetensors
         .venv/bin/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile tests/test_steps.py \
-            tests/test_lessons.py tests/test_partition.py tests/compat tests/runtime tests/test_convert.py'
+            tests/test_lessons.py tests/test_partition.py tests/compat tests/support tests/test_convert.py'
 }
 
 for platform in ${*:-python3.14 python3.15 arm64}; do

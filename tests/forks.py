@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.runtime.subprocesses import Finished, users_environment
+from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.subprocesses import Finished, users_environment
 
 SECONDS = 300  # the time limit of a program
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
 

@@ -24,7 +24,7 @@ from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET_NAMES
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 
 COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}

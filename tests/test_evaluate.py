@@ -13,7 +13,7 @@ from gluon_mgpu import evaluate, train
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET_NAMES
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 
 DATA = datasets.synthetic(600, 100, seed=0)

@@ -29,8 +29,8 @@ from runs import needs_mpi
 from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.generators import seed_of_step
-from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config

@@ -12,11 +12,11 @@ from gluon_mgpu.commands.main import COMMANDS
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 # from the bottom; the modules in a line are on one level
 LAYERS = [
-    ["runtime"],
+    ["support"],
     ["compat"],
     ["check"],
-    ["data", "kernels"],
-    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "legacy"],
+    ["data"],
+    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "old"],
     ["training"],
     ["evaluate", "convert"],
     ["exercises"],

@@ -20,8 +20,8 @@ from test_partition import batch, contexts
 from gluon_mgpu import highlevel, networks, scratch, sharded, train
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import errors
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support import errors
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import build as building
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import Config

@@ -13,7 +13,7 @@ from mxnet.ndarray import register
 from runs import ROOT, overlap
 
 from gluon_mgpu import partition, scratch
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 LR = 0.2
 SIZES = (7, 16, 4)  # batch sizes

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from runs import ROOT, finished
 
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 FOLDER = ROOT / "build/docs/notebooks"
 WITH_CELLS = [path.stem for path in ROOT.glob("docs/*.md") if "file_format: mystnb" in path.read_text()]

@@ -20,7 +20,7 @@ from runs import ROOT, finished
 from gluon_mgpu import scratch
 from gluon_mgpu.check import frameworks
 from gluon_mgpu.data import batches, datasets
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 SIZE, STEPS, LR = 256, 8, 0.02
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu.check.comparison import Arrays, Report
-from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
 
 SECONDS = 300  # limit for a check, on a busy machine
 CLAIMS = {

@@ -23,7 +23,7 @@ import numpy as np
 from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Arrays
 from gluon_mgpu.check.contributions import BatchResult, judge
-from gluon_mgpu.runtime.subprocesses import how_it_ended
+from gluon_mgpu.support.subprocesses import how_it_ended
 
 WORLD = 2
 # "later" continues with the same network; the labels of "same" are equal

@@ -11,8 +11,8 @@ from gluon_mgpu.check import frameworks
 from gluon_mgpu.check.comparison import Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training.config import Config
 
 SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step

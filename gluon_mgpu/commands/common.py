@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import click
 
-from gluon_mgpu.runtime import errors, log, mpi
-from gluon_mgpu.runtime.errors import Error
-from gluon_mgpu.runtime.paths import Location
+from gluon_mgpu.support import errors, log, mpi
+from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help
 

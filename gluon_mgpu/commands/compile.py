@@ -33,7 +33,7 @@ def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
     MXNET is the folder with MXNet 1.9.1's sources. If a program needs another kernel, it prints a message;
     run this command again to add that kernel.
     """
-    from gluon_mgpu.kernels import build
+    from gluon_mgpu.compat.kernels import build
 
     library = build.build(Path(source), arch, nvcc, compiler)
     click.echo(f"wrote {library}: the wheel mxnet-cu112 now works on GPUs that {arch} supports")

@@ -18,8 +18,8 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import cuda, devices, startup
-from gluon_mgpu.runtime import errors, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import errors, log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
 
 MAIN_JOB = "train --impl scratch --gpus 2"
 TRIAL = ("--epochs=1", "--dataset=synthetic", "--limit=512", "--seed=1")

@@ -8,7 +8,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 
 @common.command(

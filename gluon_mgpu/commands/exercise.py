@@ -16,8 +16,8 @@ import click
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
 from gluon_mgpu.exercises import Answer, Mistake, grading
-from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
+from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError, command, setting
 
 Graded = list[tuple[Answer, "Mistake | None"]]
 WITHOUT = "without an answer"  # files

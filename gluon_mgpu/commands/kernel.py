@@ -9,7 +9,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.run import preparation, settings_of
-from gluon_mgpu.legacy import notebook
+from gluon_mgpu.old import notebook
 
 
 @click.group(cls=common.CommandGroup, examples="gluon-mgpu kernel install --gpus 2")

@@ -12,8 +12,8 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
-from gluon_mgpu.legacy import contexts, launch, notebook, prepare
-from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.old import contexts, launch, notebook, prepare
+from gluon_mgpu.support.errors import UsageError, setting
 
 MOST_PROCESSES = 128  # of workers, and of servers
 OPTIONS = (

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import recipes, run
 from gluon_mgpu.training.train import train as train_lesson
 

@@ -17,8 +17,8 @@ import sysconfig
 from pathlib import Path
 from typing import BinaryIO
 
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error
 
 SIZE, SHA256 = 113994448, "36999cc0011fe3ef00146755d51a9fdc7ae4ca490566b470ae5d1bdd1927aaf0"  # of the wheel's library
 OPENBLAS = "libscipy_openblas.so"

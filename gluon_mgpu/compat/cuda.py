@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 
 DRIVER = "libcuda.so.1"
 # cuDNN opens these at the first convolution. If they are not open yet, it may find other versions in LD_LIBRARY_PATH.

@@ -11,8 +11,8 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 from gluon_mgpu.compat import cuda, startup
-from gluon_mgpu.runtime import errors, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import errors, log
+from gluon_mgpu.support.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from mxnet import Context

@@ -22,8 +22,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gluon_mgpu.compat import aarch64, cuda
-from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -107,7 +107,7 @@ class Finder:
 
 
 def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    # NumPy comes first, because an import hook of `legacy` may import numpy_names right after NumPy.
+    # NumPy comes first, because an import hook of `old` may import numpy_names right after NumPy.
     importlib.import_module("numpy")
     from gluon_mgpu.compat import numpy_names
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
 from gluon_mgpu.convert.network import Network, from_files, from_run, last_line
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
 TARGETS = {"gluon": to_gluon, "pytorch": to_pytorch, "onnx": to_onnx}

@@ -28,7 +28,7 @@ from gluon_mgpu import evaluate
 from gluon_mgpu.convert.params import load_params
 from gluon_mgpu.convert.registry import TRUE, attributes, is_known, simple
 from gluon_mgpu.data.batches import batches
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images

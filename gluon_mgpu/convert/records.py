@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error, UsageError
 
 MAGIC = struct.pack("<I", 0xCED7230A)
 WHOLE, FIRST, MIDDLE, LAST = range(4)  # kinds of parts

@@ -11,7 +11,7 @@ from gluon_mgpu.convert.network import Network, last_line
 from gluon_mgpu.convert.to_pytorch import PACKAGES as PYTORCH
 from gluon_mgpu.convert.to_pytorch import load_and_run
 from gluon_mgpu.convert.to_pytorch import write as write_module
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 
 SUFFIXES = (".onnx",)
 PACKAGES = ("onnx", "onnxruntime", *PYTORCH)

@@ -30,8 +30,8 @@ from gluon_mgpu.convert.blocks import (
 )
 from gluon_mgpu.convert.network import Network, Unsupported, load
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
-from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.errors import UsageError
 
 SUFFIXES = (".py", ".safetensors")
 PACKAGES = ("torch", "safetensors")

@@ -24,8 +24,8 @@ import numpy as np
 import platformdirs
 
 from gluon_mgpu.data import own_data
-from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error, UsageError
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz

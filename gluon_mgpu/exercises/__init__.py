@@ -23,8 +23,8 @@ from typing import NamedTuple
 import platformdirs
 
 from gluon_mgpu import __version__
-from gluon_mgpu.runtime import files
-from gluon_mgpu.runtime.errors import UsageError, command
+from gluon_mgpu.support import files
+from gluon_mgpu.support.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
 ON_PAGE = {

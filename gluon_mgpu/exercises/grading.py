@@ -21,8 +21,8 @@ from typing import Any
 
 from gluon_mgpu import exercises
 from gluon_mgpu.exercises import Answer, Mistake
-from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import log, subprocesses
+from gluon_mgpu.support.errors import Error
 
 SECONDS = 60  # time limit; grading takes 2 seconds, or longer on a busy machine
 LIMITS = {resource.RLIMIT_DATA: 4 << 30, resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0}  # bytes per answer

@@ -10,7 +10,7 @@ from mxnet import Context, nd
 
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.runtime.errors import UsageError, reason
+from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import Model

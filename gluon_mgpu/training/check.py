@@ -28,7 +28,7 @@ from gluon_mgpu.check.comparison import EXAMPLES, RATES, Arrays, Claims, Report,
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.runtime.errors import UsageError, reason
+from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config

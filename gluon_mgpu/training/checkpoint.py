@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.runtime import files
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import files
+from gluon_mgpu.support.errors import Error
 
 METADATA = "facts.json"
 DIGEST = 64  # length of a SHA-256 in hexadecimal

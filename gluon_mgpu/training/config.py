@@ -18,9 +18,9 @@ from click.shell_completion import CompletionItem
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import UsageError, setting, shown
-from gluon_mgpu.runtime.paths import Location
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import UsageError, setting, shown
+from gluon_mgpu.support.paths import Location
 
 MOST = 2**31 - 1  # largest value of an integer setting
 BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Interrupted
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Interrupted
 
 SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from mpiexec or a cluster manager
 Item = TypeVar("Item")

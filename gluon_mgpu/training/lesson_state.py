@@ -17,7 +17,7 @@ import numpy as np
 from mxnet import gluon
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 from gluon_mgpu.training.lessons import is_unchanged, name_of
 
 DEFAULTS = ("__defaults__", "__kwdefaults__")

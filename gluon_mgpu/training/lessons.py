@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.runtime import errors
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support import errors
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.

@@ -15,8 +15,8 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.data.batches import LARGEST_BATCH, Pending, batches, shuffled
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.data.generators import seed_generators, seed_of_step
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, Interrupted, setting
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.lesson_state import LessonState

@@ -11,7 +11,7 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training.config import Config
 
 VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name

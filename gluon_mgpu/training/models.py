@@ -19,7 +19,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import networks, scratch, sharded
-from gluon_mgpu.runtime.errors import UsageError, reason
+from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import is_unchanged, name_of
 from gluon_mgpu.training.model import VELOCITY, Model

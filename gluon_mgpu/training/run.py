@@ -22,8 +22,8 @@ import numpy as np
 
 from gluon_mgpu import __version__
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error, UsageError, setting, shown
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.config import MOST, RECORDED, SETTINGS, Config
 from gluon_mgpu.training.workers import Group

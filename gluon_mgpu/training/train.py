@@ -18,8 +18,8 @@ import numpy as np
 from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import UsageError, setting
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training import workers
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 from gluon_mgpu.training.lessons import for_training, load, name_of, original

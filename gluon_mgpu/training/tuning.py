@@ -25,7 +25,7 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import highlevel
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.models import GluonModel
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.splitting import shard_sizes
-from gluon_mgpu.runtime import errors, log, mpi
-from gluon_mgpu.runtime.errors import Error, Interrupted, UsageError, setting
+from gluon_mgpu.support import errors, log, mpi
+from gluon_mgpu.support.errors import Error, Interrupted, UsageError, setting
 
 
 class Group:

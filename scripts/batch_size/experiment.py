@@ -16,8 +16,8 @@ import numpy as np
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import run as runs
 from gluon_mgpu.training.config import RECORDED, Config
 from gluon_mgpu.training.run import Epoch

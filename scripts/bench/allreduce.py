@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import harness
 from bench.harness import TITLE, Job
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 if TYPE_CHECKING:
     from mxnet.ndarray import NDArray

@@ -16,7 +16,7 @@ import numpy as np
 
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, TUNED, Dataset, Job, ratios
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 
 WAYS = {"1 process with 2 contexts": "local", "2 workers with 1 context each": "mpi"}  # {name: kvstore}
 

@@ -15,8 +15,8 @@ from typing import Any
 from bench import harness
 from bench.harness import LR, TITLE, Job
 from gluon_mgpu.compat import cuda, devices, startup
-from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import log, subprocesses
+from gluon_mgpu.support.errors import Error
 
 ENGINES = {"mxnet": "MXNet, highlevel", "torch": "PyTorch"}
 WARM_UP = 5  # cuDNN tries its algorithms

@@ -25,8 +25,8 @@ from gluon_mgpu import __version__
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.runtime import files, log, subprocesses
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support.errors import Error
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 TUNED = "highlevel --tune"

@@ -8,7 +8,7 @@ from typing import Any
 from bench import harness, timeline
 from bench.harness import LR, Job, Step
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 SIZE = harness.BATCH_SIZE["lenet"]
 RECORDED_STEPS = 20

@@ -21,7 +21,7 @@ from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE, Job, ratios, spread
 from bench.steps import Subject
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 
 TORCH = {"PyTorch, 2 threads": {"processes": 1, "threads": 2}, "DDP, 2 processes": {"processes": 2, "threads": 1}}
 VARIANTS = {"": {}, ", channels_last": {"channels_last": True}, ", torch.compile": {"compiled": True}}

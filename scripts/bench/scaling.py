@@ -12,7 +12,7 @@ from typing import Any
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, TITLE
 from bench.steps import Subject, measure
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 Series = dict[tuple[str, int, str, str], list[dict[str, Any]]]
 

@@ -14,7 +14,7 @@ import numpy as np
 from bench import harness
 from bench.harness import BATCH_SIZE, IMPLS, LR, TITLE, Dataset, Job, Rounds, Train, ratios
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 
 class Subject(NamedTuple):

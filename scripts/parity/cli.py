@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices, startup
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.networks import LENET_NAMES
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays

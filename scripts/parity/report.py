@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 WORDS = {True: "holds", False: "FAILS", None: "undecided here"}
 

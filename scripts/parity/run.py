@@ -19,8 +19,8 @@ from mxnet import Context
 import gluon_mgpu
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, claims, drift, examples, report
 

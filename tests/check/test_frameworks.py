@@ -10,7 +10,7 @@ from forks import Forks, forked
 from runs import ROOT, gluon_mgpu
 
 from gluon_mgpu.check import frameworks
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")

@@ -11,7 +11,7 @@ from runs import ROOT, call, error, finished
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.main import main
-from gluon_mgpu.runtime.errors import Error, UsageError, command, setting
+from gluon_mgpu.support.errors import Error, UsageError, command, setting
 
 CONTEXT = click.Context(main)
 COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}

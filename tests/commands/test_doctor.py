@@ -15,7 +15,7 @@ from runs import ROOT, finished
 
 from gluon_mgpu.commands import doctor
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 
 def run(*arguments, python=sys.executable, **environment):

@@ -17,7 +17,7 @@ import pytest
 from runs import ROOT, finished, python
 
 from gluon_mgpu.compat import cuda
-from gluon_mgpu.kernels import build
+from gluon_mgpu.compat.kernels import build
 
 LIBM = next(line.split()[-1] for line in open("/proc/self/maps") if re.search(r"/libm[.-][^/]*so", line))
 ALL = [library for _, *libraries in cuda.LIBRARIES for library in libraries]
@@ -74,7 +74,7 @@ class Site:
     def error(self, **options):
         """The message of the Error that `prepare` raises."""
         last = self.python("cuda.prepare()", **options).stderr.splitlines()[-1]
-        return last.removeprefix("gluon_mgpu.runtime.errors.Error: ")
+        return last.removeprefix("gluon_mgpu.support.errors.Error: ")
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def with_kernels(installed):
     (folder / "site/nvidia/__init__.py").touch()  # as in NVIDIA's wheels, which this package comes before
     [libmxnet] = folder.glob("venv/lib/*/site-packages/mxnet/libmxnet.so")
     fake_cuda.build(libmxnet, links)
-    kernels = folder / "cache/gluon_mgpu/kernels"
+    kernels = folder / "cache/gluon_mgpu/compat/kernels"
     kernels.mkdir(parents=True)
     (kernels / "all.fatbin").touch()
     build.link({"all": build.NAMES.read_text().split()}, kernels / "sm_90.so", "run compile")

@@ -9,7 +9,7 @@ from runs import ROOT, output
 
 from gluon_mgpu.compat import cuda, devices
 from gluon_mgpu.data import splitting
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 
 @pytest.mark.parametrize(

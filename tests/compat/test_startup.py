@@ -7,7 +7,7 @@ import pytest
 from runs import PRODUCTS, overlap, program, python
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
@@ -50,7 +50,7 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
 def test_two_contexts_are_refused_if_openmp_was_loaded_with_two_threads(first):
     done = python(f"{first}from gluon_mgpu.compat import devices; devices.contexts(2, 'cpu')", OMP_NUM_THREADS="2")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("gluon_mgpu.runtime.errors.Error: 2 CPU contexts can hang"), last
+    assert done.returncode == 1 and last.startswith("gluon_mgpu.support.errors.Error: 2 CPU contexts can hang"), last
 
 
 def test_one_and_then_two_contexts_train_in_one_process_after_the_call_that_the_error_advises():
@@ -112,7 +112,7 @@ def test_a_child_process_gets_the_users_environment(users):
     code = program("""
         import os
         from gluon_mgpu.compat import startup
-        from gluon_mgpu.runtime import subprocesses
+        from gluon_mgpu.support import subprocesses
         users = dict(os.environ)
         for contexts in (1, 2, 1):
             startup.configure(contexts)

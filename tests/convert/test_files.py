@@ -15,7 +15,7 @@ from gluon_mgpu import convert
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import network, to_pytorch
 from gluon_mgpu.convert.params import TYPES, load_params
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 X = s.var("data")
 

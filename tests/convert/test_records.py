@@ -11,7 +11,7 @@ from PIL import Image
 from runs import gluon_mgpu as command
 
 from gluon_mgpu.convert import records
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 
 def picture(kind, size):

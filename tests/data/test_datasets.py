@@ -15,7 +15,7 @@ import tiny
 from runs import write_program
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 NAME = "fashion-mnist"
 TINY = datasets.synthetic(700, 120, seed=5)

@@ -12,7 +12,7 @@ from mxnet.gluon import nn
 from gluon_mgpu import evaluate, networks
 from gluon_mgpu import train as training
 from gluon_mgpu.data import datasets, own_data
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 CLASSES, SHAPE = 3, (2, 5, 6)
 OPTIONS = {"model": "mlp", "lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}

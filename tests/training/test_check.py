@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from gluon_mgpu import highlevel, scratch, train
 from gluon_mgpu.check import comparison
 from gluon_mgpu.commands.check import check
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.check import compare
 

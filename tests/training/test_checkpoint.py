@@ -9,8 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from gluon_mgpu.runtime import files
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import files
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training import checkpoint
 
 ARRAYS = {"W": np.arange(60, dtype=np.float32).reshape(3, 20), "b": np.ones(3, np.float32)}

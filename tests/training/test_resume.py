@@ -17,7 +17,7 @@ from runs import FEEDBACK
 
 from gluon_mgpu import networks, scratch
 from gluon_mgpu import train as training
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read

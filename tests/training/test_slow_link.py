@@ -9,7 +9,7 @@ import runs
 from test_workers import SYNTHETIC, arrays, bits, command
 
 from gluon_mgpu import train
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 pytestmark = [runs.needs_mpi, pytest.mark.skipif(not POSSIBLE, reason="needs root, ip and tc (Debian: iproute2)")]

@@ -31,7 +31,7 @@ from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, interrupt, lessons, recipes
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.run import FILES, Run

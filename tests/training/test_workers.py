@@ -19,7 +19,7 @@ from gluon_mgpu import scratch, train
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 from gluon_mgpu.training import checkpoint, workers
 from gluon_mgpu.training.build import build
 
@@ -240,7 +240,7 @@ train(**options)
 
 
 def test_workers_do_not_wait_forever_for_one_that_has_failed_early():
-    code = "from gluon_mgpu.runtime import mpi; mpi.SECONDS_TO_START = 1; mpi.world()"
+    code = "from gluon_mgpu.support import mpi; mpi.SECONDS_TO_START = 1; mpi.world()"
     done = mpiexec((1, sys.executable, "-c", code), (1, "false"))
     assert done.returncode == signal.SIGALRM
 

@@ -13,7 +13,7 @@ try:
         spec.loader.exec_module(module_from_spec(spec))
 finally:
     try:
-        from gluon_mgpu.legacy import prepare
+        from gluon_mgpu.old import prepare
     except ModuleNotFoundError:  # the program started a different Python, without gluon_mgpu
         pass
     else:

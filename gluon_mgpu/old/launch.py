@@ -18,8 +18,8 @@ from dataclasses import replace
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.legacy import prepare
-from gluon_mgpu.runtime import log, subprocesses
+from gluon_mgpu.old import prepare
+from gluon_mgpu.support import log, subprocesses
 
 HOST = "127.0.0.1"  # other machines cannot connect
 SECONDS_TO_STOP = 5  # for each worker after Ctrl-C

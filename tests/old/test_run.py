@@ -14,7 +14,7 @@ from runs import finished
 from runs import gluon_mgpu as command
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.legacy import downloads, names, prepare
+from gluon_mgpu.old import downloads, names, prepare
 
 AS_PYTHON = {
     "exit status": """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import alive, finished, wait
 
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 RUN = [sys.executable, "-m", "gluon_mgpu", "run"]
 SUM = """

@@ -15,8 +15,8 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error
 
 if TYPE_CHECKING:
     from mpi4py import MPI

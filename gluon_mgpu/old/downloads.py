@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from gluon_mgpu.runtime import files, log
+from gluon_mgpu.support import files, log
 
 SECONDS = 20  # time limit for a stalled download
 FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown), the first that matches

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from gluon_mgpu.runtime.errors import Error
+from gluon_mgpu.support.errors import Error
 
 COMMON = ("mxnet/base.h", "mshadow/tensor.h", *(f"operator/{name}.h" for name in ("mxnet_op", "mshadow_op")))
 # (name of the file, pattern of its kernels' names, headers below src/). The first pattern that matches counts. Of a .cu

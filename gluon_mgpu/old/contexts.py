@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 CPU, GPU = 1, 2  # MXNet's numbers for kinds of contexts
 TEMP_COPIES = "4"  # MXNet's default. With more temporary spaces, programs with large arrays need more memory.

@@ -11,7 +11,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.legacy.names import restore
+from gluon_mgpu.old.names import restore
 
 WORDS = 50  # of a class's struct in C, which has more
 IMMUTABLE = 1 << 8  # Python's flag of classes whose attributes cannot be set

@@ -11,8 +11,8 @@ import fake_cuda
 import pytest
 
 from gluon_mgpu.compat import cuda
-from gluon_mgpu.kernels import build, sources
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.compat.kernels import build, sources
+from gluon_mgpu.support.errors import Error, UsageError
 
 NAMES = build.NAMES.read_text().split()
 

@@ -6,8 +6,8 @@ import json
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.legacy import names
-from gluon_mgpu.runtime import log
+from gluon_mgpu.old import names
+from gluon_mgpu.support import log
 
 
 def add_to_mxnet(mx: ModuleType) -> None:

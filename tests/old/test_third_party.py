@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gluon_mgpu.legacy import third_party
+from gluon_mgpu.old import third_party
 
 pytest.importorskip("pandas", reason="needs pandas")
 pytest.importorskip("yaml", reason="needs PyYAML")

@@ -7,7 +7,7 @@ import pytest
 from forks import Forks
 from runs import finished
 
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 
 def environment():

@@ -10,9 +10,9 @@ import pytest
 import runs
 from runs import python
 
-from gluon_mgpu.runtime import log, subprocesses
-from gluon_mgpu.runtime.errors import Error, UsageError
-from gluon_mgpu.runtime.subprocesses import Finished
+from gluon_mgpu.support import log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.subprocesses import Finished
 
 CHILD = """
 import subprocess, sys, time
@@ -56,7 +56,7 @@ def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over
 
 def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_path):
     child = [sys.executable, "-c", CHILD.format("time.sleep(60)", str(tmp_path / "saved"))]
-    code = f"from gluon_mgpu.runtime import subprocesses; subprocesses.run({child}, on_line=print)"
+    code = f"from gluon_mgpu.support import subprocesses; subprocesses.run({child}, on_line=print)"
     parent = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     pid = int(parent.stdout.readline())
     parent.send_signal(signal.SIGINT)
@@ -69,7 +69,7 @@ def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_
     [
         (1, "gluon_mgpu: notice\nerror: no space\n", Error, "x: no space"),
         (2, "error: lr=0: must be above 0\n", UsageError, "x: lr=0: must be above 0"),
-        (1, "Traceback:\ngluon_mgpu.runtime.errors.UsageError: no\n", UsageError, "x: no"),
+        (1, "Traceback:\ngluon_mgpu.support.errors.UsageError: no\n", UsageError, "x: no"),
         (7, "something\nlast line\n", Error, "last line"),
         (-9, "", Error, "SIGKILL"),
         (None, "error: too early\n", Error, "fewer steps"),
@@ -99,7 +99,7 @@ WORKERS = [({}, None, 1), *(({name: str(rank)}, rank, rank == 0) for name in log
 
 @pytest.mark.parametrize("environment, rank, notices", WORKERS)
 def test_a_worker_knows_its_rank_and_only_worker_0_prints_notices(environment, rank, notices):
-    done = python("from gluon_mgpu.runtime import log; log.say('notice'); print(log.rank(), end='')", **environment)
+    done = python("from gluon_mgpu.support import log; log.say('notice'); print(log.rank(), end='')", **environment)
     assert (done.stdout, done.stderr) == (str(rank), notices * "gluon_mgpu: notice\n")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-muted = False  # `legacy.kvstore` sets this in all processes except worker 0
+muted = False  # `old.kvstore` sets this in all processes except worker 0
 
 
 def rank() -> int | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 
 SECONDS_TO_STOP = 10  # seconds for the program to save its results after Ctrl-C
 LINES, LONGEST = 10_000, 10_000  # the last lines that are kept, and their characters; a program may print without end

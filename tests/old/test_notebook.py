@@ -17,14 +17,14 @@ from parity import examples
 from runs import arrays
 
 from gluon_mgpu.data import datasets
-from gluon_mgpu.legacy import notebook, prepare
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.old import notebook, prepare
+from gluon_mgpu.support.errors import UsageError
 
 pytest.importorskip("nbclient", reason="needs gluon_mgpu[jupyter]")
 import jupyter_client  # noqa: E402
 import nbformat  # noqa: E402
 
-from gluon_mgpu.runtime import subprocesses
+from gluon_mgpu.support import subprocesses
 
 # The original notebooks and real data, if folders beside the checkout have them
 BESIDE = Path(__file__).parents[3]

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.legacy import arrays, contexts, downloads, kvstore, names, third_party
-from gluon_mgpu.runtime import subprocesses
-from gluon_mgpu.runtime.errors import UsageError
+from gluon_mgpu.old import arrays, contexts, downloads, kvstore, names, third_party
+from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.errors import UsageError
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
@@ -70,7 +70,7 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.legacy import early_mxnet, onednn
+    from gluon_mgpu.old import early_mxnet, onednn
 
     downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus)

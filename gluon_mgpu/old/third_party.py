@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from gluon_mgpu.legacy.names import restore
+from gluon_mgpu.old.names import restore
 
 
 def _pandas(pd: Any) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from types import ModuleType
 
-from gluon_mgpu.runtime import log
+from gluon_mgpu.support import log
 
 
 def prepare_process() -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gluon_mgpu.runtime.errors import Error, UsageError, setting
+from gluon_mgpu.support.errors import Error, UsageError, setting
 
 PART = ".part"  # suffix of a file that is being written
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gluon_mgpu.compat import cuda, startup
-from gluon_mgpu.kernels import sources
-from gluon_mgpu.runtime import log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.compat.kernels import sources
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error, UsageError
 
 HERE = Path(__file__).parent
 NAMES = HERE / "names.txt"  # the kernels that this project's commands, exercises and tests launch, as MXNet names them

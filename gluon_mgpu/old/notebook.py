@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gluon_mgpu.legacy import launch, prepare
-from gluon_mgpu.runtime import files, log
-from gluon_mgpu.runtime.errors import Error, UsageError
+from gluon_mgpu.old import launch, prepare
+from gluon_mgpu.support import files, log
+from gluon_mgpu.support.errors import Error, UsageError
 
 KERNEL = "gluon_mgpu"
 TITLE = "MXNet (gluon_mgpu)"
