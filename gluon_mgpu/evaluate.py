@@ -23,10 +23,10 @@ from gluon_mgpu.data.splitting import split
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import LESSONS, Config
+from gluon_mgpu.training.folder import RunFolder, read
 from gluon_mgpu.training.model import VELOCITY, Model
-from gluon_mgpu.training.run import Run, read
+from gluon_mgpu.training.models import create_model
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 TOP = 3  # number of classes printed per image
@@ -35,7 +35,7 @@ TOP = 3  # number of classes printed per image
 class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
-    run: Run
+    run: RunFolder
     config: Config  # the run's settings, without those for training only
     model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
@@ -58,7 +58,7 @@ def load(
     ctx = devices.contexts(gpus, device)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
     config = lessons.for_evaluation(run.recorded, lesson)
-    model = build(lesson, ctx, config, run.details["image_shape"], classes=1)
+    model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
     run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
     broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
     run.load(model)
@@ -68,7 +68,7 @@ def load(
     return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
 
 
-def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+def held_out(run: RunFolder, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
     data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.

@@ -10,9 +10,9 @@ from mxnet.gluon import nn
 from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training import lessons
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import create_model
 
 CPUS = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
@@ -104,7 +104,7 @@ def test_a_parameter_that_two_layers_share_is_trained_once():
             net.add(nn.Dense(16, in_units=16, params=net[1].params), nn.Dense(10))
         return net
 
-    model = build(lessons.load("highlevel", lenet=lenet), CPUS)
+    model = create_model(lessons.load("highlevel", lenet=lenet), CPUS)
     before = read_arrays(model)
     model.step(mx.nd.random.uniform(shape=(8, 1, 28, 28)), mx.nd.zeros(8), 0.1)
     shared = [name for name in before if before[name].shape == (16, 16)]

@@ -32,9 +32,9 @@ from gluon_mgpu.data.generators import seed_of_step
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
+from gluon_mgpu.training.models import create_model
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
 # worker draws other random numbers; the setting that a UsageError names, or "run" if it names the run's folder; "-" if
@@ -601,7 +601,7 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
             evaluate.classify(loaded(row, runs), ["image.png"], [black])
         else:  # what a worker does
             config = Config(**{**settings, "gpus": 1, "kvstore": "mpi"})
-            build(config.impl, [mx.cpu()], config)
+            create_model(config.impl, [mx.cpu()], config)
     assert "\n" not in str(refused.value)
     if named == "run":
         assert str(runs.strong(row)) in str(refused.value)

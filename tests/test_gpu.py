@@ -19,10 +19,10 @@ from gluon_mgpu.commands.check import check
 from gluon_mgpu.commands.convert import convert
 from gluon_mgpu.commands.evaluate import evaluate
 from gluon_mgpu.compat import cuda
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.folder import read
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.run import read
+from gluon_mgpu.training.models import create_model
 
 COUNT = mx.context.num_gpus()
 GPUS = [mx.gpu(i) for i in range(2)]
@@ -43,7 +43,7 @@ def test_resnet18_on_a_gpu_takes_the_step_of_a_cpu_except_for_rounding():
     Gradients do not: each activation that crosses 0 switches its gradient on or off in ReLU."""
     random, config = np.random.default_rng(1), Config(impl="highlevel", model="resnet18")
     X, y = nd.array(random.random((16, 1, 28, 28))), nd.array(random.integers(0, 10, 16))
-    built = {c: build("highlevel", [c], config) for c in (mx.cpu(0), GPUS[0])}
+    built = {c: create_model("highlevel", [c], config) for c in (mx.cpu(0), GPUS[0])}
     first = read_arrays(built[mx.cpu(0)])
     bits = np.sqrt(512 * 9) * 2.0**-23
     kinds = {kind: [name for name in first if kind in name] for kind in ("running_mean", "running_var")}

@@ -22,11 +22,10 @@ from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support import errors
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training import build as building
-from gluon_mgpu.training import lessons
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.folder import read
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.run import read
 
 MXNET_2 = mx.__version__ >= "2"
 LR = 0.2
@@ -36,7 +35,7 @@ MODULES = [scratch, highlevel]
 
 def build(module, devices, **options):
     config = Config(impl=lessons.name_of(module), batch_size=64, **options)
-    return building.build(module, contexts(devices), config)
+    return models.create_model(module, contexts(devices), config)
 
 
 COMMON = "split_and_load(data, ctx), evaluate_accuracy(data_iter, net, ctx), "

@@ -12,8 +12,8 @@ from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters
 from gluon_mgpu import sharded
 from gluon_mgpu import train as training
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.models import create_model
 
 STEPS = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
 BYTES = 4 * 129_068  # of LeNet's parameters
@@ -144,7 +144,7 @@ def test_another_lesson_or_stage_of_zero_continues_a_run(first, then, expected, 
 
 def test_with_zero_3_predict_gathers_the_weights_once_per_step_and_only_on_the_device_that_asks():
     ctx, asking = contexts(3), contexts(2)
-    model = build("sharded", ctx, Config(impl="sharded", zero=3))
+    model = create_model("sharded", ctx, Config(impl="sharded", zero=3))
     Xs = [batch(4)[0].as_in_context(c) for c in asking]
     for _ in range(2):
         model.step(*batch(9), 0.1)

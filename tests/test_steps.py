@@ -11,8 +11,8 @@ from mxnet import nd
 
 from gluon_mgpu import networks
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.models import create_model
 
 STEPS, BATCH, LR = 20, 64, 0.01
 DATA = datasets.synthetic(STEPS * BATCH, 100, seed=4)
@@ -47,7 +47,7 @@ LESSONS = pytest.mark.parametrize(
 
 
 def assert_twenty_steps_end_at(expected, ctx, options):
-    model = build(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
+    model = create_model(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
     model.load(dict(zip(networks.LENET_NAMES, start())))
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255

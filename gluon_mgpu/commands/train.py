@@ -10,7 +10,8 @@ from click.core import ParameterSource
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
 from gluon_mgpu.support.errors import Error, UsageError, setting
-from gluon_mgpu.training import recipes, run
+from gluon_mgpu.training import folder as folders
+from gluon_mgpu.training import recipes
 from gluon_mgpu.training.train import train as train_lesson
 
 
@@ -47,5 +48,5 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
         if error.filename is not None:
             raise
         folder = options["resume"] or options["out"]
-        rest = f"; continue with {setting('resume', folder)}" if folder and run.exists(folder) else ""
+        rest = f"; continue with {setting('resume', folder)}" if folder and folders.exists(folder) else ""
         raise Error(f"cannot print ({error.strerror}), so training stopped{rest}") from None

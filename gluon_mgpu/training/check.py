@@ -30,11 +30,10 @@ from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training import lessons
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lesson_state import copied, copyable, keep, kept
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import ArrayModel
+from gluon_mgpu.training.models import ArrayModel, create_model
 
 Inputs = tuple[np.ndarray, np.ndarray, float]  # images, labels, learning rate
 NETWORK = scratch.lenet.__name__
@@ -51,7 +50,7 @@ def compare(
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
     ctx: at least two devices. config: only its network, and how the network is computed, are used. image_shape,
-    classes: see `build`.
+    classes: see `create_model`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
@@ -90,7 +89,7 @@ class _Side:
         self.lesson, self.calls = lesson, _Calls()
         self.state = copied(kept(lesson))
         with self.active():
-            self.model = build(lesson, ctx, config, *data)
+            self.model = create_model(lesson, ctx, config, *data)
 
     @contextmanager
     def active(self) -> Iterator[None]:

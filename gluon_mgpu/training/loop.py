@@ -18,10 +18,10 @@ from gluon_mgpu.data.generators import seed_generators, seed_of_step
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.folder import Epoch, RunFolder, read_state
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.lesson_state import LessonState
 from gluon_mgpu.training.model import Model, read_arrays
-from gluon_mgpu.training.run import Epoch, Run, read_state
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
 
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
     warning: str = ""
 
 
-def fit(run: Run, setup: Setup, group: Group) -> list[Epoch]:
+def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     """Train the remaining epochs of a run. Returns all epochs.
 
     On Ctrl-C, raises Interrupted; its one-line message says what was saved. Raises Error if a loss or a parameter is
@@ -205,7 +205,7 @@ def _tells_classes_apart(model: Model, data: Dataset) -> bool:
     return (scores.argmax(1) == labels).mean() > 3 / data.classes
 
 
-def _interrupted(run: Run, arrays: dict[str, np.ndarray]) -> str:
+def _interrupted(run: RunFolder, arrays: dict[str, np.ndarray]) -> str:
     """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
     if run.folder is None:
         return f"interrupted after {run.position}; nothing was saved"

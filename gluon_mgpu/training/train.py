@@ -22,8 +22,8 @@ from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training import workers
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
+from gluon_mgpu.training.folder import Epoch, RunFolder, open_run, read_state
 from gluon_mgpu.training.lessons import for_training, load, name_of, original
-from gluon_mgpu.training.run import Epoch, Run, open_run, read_state
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -70,7 +70,7 @@ train.__signature__ = inspect.signature(Config).replace(return_annotation="list[
 
 
 def prepare(
-    run: Run, config: Config, given: dict[str, Any], lesson: Any, data: Any, ctx: list[Context], group: Group
+    run: RunFolder, config: Config, given: dict[str, Any], lesson: Any, data: Any, ctx: list[Context], group: Group
 ) -> Setup:
     """Turn the settings of a run into what the training loop needs, and begin to write its folder.
 
@@ -79,9 +79,9 @@ def prepare(
     together, or if a resumed run or another worker has other data.
     """
     from gluon_mgpu.data.generators import seed_generators
-    from gluon_mgpu.training.build import build
     from gluon_mgpu.training.loop import Setup
     from gluon_mgpu.training.model import read_arrays
+    from gluon_mgpu.training.models import create_model
     from gluon_mgpu.training.step import extended
 
     if not isinstance(lesson, ModuleType):
@@ -105,7 +105,7 @@ def prepare(
     warning = _compare_with_one_device(lesson, ctx, config, data)
     assert config.seed is not None
     seed_generators(config.seed)
-    model = build(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
     if run.recorded is None and given.get("seed") is None:
         log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
     is_extended = group.size > 1 or config.needs_extended_step(original(lesson))

@@ -18,9 +18,9 @@ from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support import files, log, subprocesses
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training import run as runs
+from gluon_mgpu.training import folder as runs
 from gluon_mgpu.training.config import RECORDED, Config
-from gluon_mgpu.training.run import Epoch
+from gluon_mgpu.training.folder import Epoch
 
 PICTURE = "batch-size.png"
 
@@ -85,7 +85,7 @@ def finish(
     options: dict[str, Any],
     on_epochs: Callable[[int], object],
     env: Mapping[str, str] | None = None,
-) -> runs.Run:
+) -> runs.RunFolder:
     """Train a run in its own process. Continues an interrupted run, and skips a finished run. Returns the run.
 
     name: used in error messages. options: fields of Config. on_epochs: called with the number of newly finished

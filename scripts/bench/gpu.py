@@ -42,11 +42,11 @@ class MXNet:
         return (total - free) / 1e6
 
     def step(self, model: str, size: int) -> Call:
-        from gluon_mgpu.training.build import build
         from gluon_mgpu.training.config import Config
+        from gluon_mgpu.training.models import create_model
 
         self.ctx[0].empty_cache() if self.is_gpu else None
-        net = build("highlevel", self.ctx, Config(impl="highlevel", model=model, batch_size=size))
+        net = create_model("highlevel", self.ctx, Config(impl="highlevel", model=model, batch_size=size))
         X, y = self.mx.nd.random.uniform(shape=(size, 1, 28, 28), ctx=self.ctx[0]), self.mx.nd.zeros(size, self.ctx[0])
         return lambda: net.step(X, y, LR[model])
 

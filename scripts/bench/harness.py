@@ -114,12 +114,12 @@ def build(impl: str, model: str, contexts: int, *, size: int | None = None, **op
     startup.configure(contexts)
     import mxnet as mx
 
-    from gluon_mgpu.training.build import build
     from gluon_mgpu.training.config import Config
     from gluon_mgpu.training.model import read_arrays
+    from gluon_mgpu.training.models import create_model
 
     config = Config(batch_size=size or BATCH_SIZE[model], model=model, tune=impl == TUNED, **options)
-    built = build(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
+    built = create_model(impl.split()[0], [mx.cpu(i) for i in range(contexts)], config)
     built.load(initial(read_arrays(built)))
     return built
 

@@ -17,9 +17,9 @@ from mxnet import Context
 from gluon_mgpu import highlevel, networks
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import create_model
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 from parity import Finding, bands, drift, examples
@@ -59,8 +59,8 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
     """Check the sizes of uneven shards for devices of unequal speed, and that the update is the same as on 1 device."""
     X, y = next(batches(mnist.train_images[:EXAMPLES], mnist.train_labels[:EXAMPLES], EXAMPLES))
     for impl in examples.MODELS:
-        one = build(impl, ctx[:1])
-        shared: Any = build(impl, ctx, Config(shares=SHARES))
+        one = create_model(impl, ctx[:1])
+        shared: Any = create_model(impl, ctx, Config(shares=SHARES))
         before = read_arrays(one)
         shared.load(before)
         one.step(X, y, 0.2)

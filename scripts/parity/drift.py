@@ -20,10 +20,9 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support import log
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import Model
+from gluon_mgpu.training.models import Model, create_model
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
 
@@ -86,9 +85,9 @@ def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
     """Train all implementations and compare them with the reference. ctx: two contexts. path: the reference's."""
     subjects: dict[str, Notebook | Model] = {
         NOTEBOOK: Notebook(ctx),
-        "scratch": build("scratch", ctx),
-        "highlevel": build("highlevel", ctx),
-        "highlevel --tune": build("highlevel", ctx, Config(tune=True)),
+        "scratch": create_model("scratch", ctx),
+        "highlevel": create_model("highlevel", ctx),
+        "highlevel --tune": create_model("highlevel", ctx, Config(tune=True)),
     }
     step_errors: dict[str, list[float]] = {}
     path_errors: dict[str, list[float]] = {}

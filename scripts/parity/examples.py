@@ -14,10 +14,9 @@ from mxnet import Context, nd
 
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import Model
+from gluon_mgpu.training.models import Model, create_model
 from parity import Finding
 
 MODELS = {"scratch": "lenet", "highlevel": "lenet-max"}  # the notebooks' networks
@@ -44,7 +43,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         return Finding(EXAMPLES, f"{impl}: {claim}", bool(holds), str(evidence))
 
     before, after = ALLREDUCE["before"], ALLREDUCE["after"]
-    model: Any = build(impl, ctx[:2])
+    model: Any = create_model(impl, ctx[:2])
     for device, values in enumerate(before):
         model.grads(device)["b1"][:2] = nd.array(values[0])
     model.allreduce()
@@ -61,7 +60,7 @@ def printed(impl: str, ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         placed = [shard.context for shard in shards]
         yield finding(claim, right and placed == devices, f"{[len(rows) for rows in values]} rows on {placed}")
 
-    model = build(impl, ctx, Config(model=MODELS[impl]))
+    model = create_model(impl, ctx, Config(model=MODELS[impl]))
     copied = [arrays["b1"].asnumpy().tolist() for arrays in (model.arrays(1), model.grads(1))]
     right, sizes = copied == [COPIED_BIAS] * 2, [len(values) for values in copied]
     yield finding("b1 and its gradient are 20 zeros on the second device", right, f"{sizes} numbers")

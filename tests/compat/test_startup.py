@@ -127,7 +127,7 @@ def test_a_child_process_gets_the_users_environment(users):
 
 
 def test_backward_passes_of_two_contexts_overlap_but_not_with_stock_temporary_space(tmp_path):
-    build = "from gluon_mgpu.training.build import build\nmodel = build('scratch', ctx)\n"
+    build = "from gluon_mgpu.training.models import create_model\nmodel = create_model('scratch', ctx)\n"
     step = f"{build}step = lambda: model.step(X, y, 0.1)"
     assert overlap(step, ["ImperativeBulk"], tmp_path) > 0
     assert overlap(step, ["ImperativeBulk"], tmp_path, MXNET_CPU_TEMP_COPY="4") == 0

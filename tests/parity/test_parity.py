@@ -19,8 +19,8 @@ from runs import call
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training import recipes, tuning
+from gluon_mgpu.training.folder import Epoch
 from gluon_mgpu.training.recipes import RECIPES
-from gluon_mgpu.training.run import Epoch
 
 CTX = [mx.cpu(i) for i in range(4)]
 DATA = datasets.synthetic(6000, 1000)

@@ -13,11 +13,10 @@ from mxnet import nd
 from small_networks import softmax_regression
 
 from gluon_mgpu import evaluate, highlevel, networks, scratch, train
-from gluon_mgpu.training import build as building
-from gluon_mgpu.training import lessons
+from gluon_mgpu.training import lessons, models
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.folder import read
 from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.run import read
 from gluon_mgpu.training.step import extended
 from gluon_mgpu.training.workers import Group
 
@@ -55,7 +54,7 @@ def build(module, devices, **settings):
         config = Config(**settings)
     else:
         lesson, config = highlevel, Config(impl="highlevel", model="softmax_regression", **settings)
-    model = building.build(lesson, [mx.cpu(i) for i in range(devices)], config)
+    model = models.create_model(lesson, [mx.cpu(i) for i in range(devices)], config)
     zeros = {name: np.zeros(array.shape, np.float32) for name, array in model.arrays().items()}
     model.load({**zeros, **START})
     return model, extended(model, Group())
@@ -113,7 +112,7 @@ networks.register("other names", small_networks.normalized, mx.init.Xavier(), na
 def normalized(devices, seed=0, model="normalized", **settings):
     mx.random.seed(seed)
     ctx = [mx.cpu(i) for i in range(devices)]
-    return building.build("highlevel", ctx, Config(impl="highlevel", model=model, **settings))
+    return models.create_model("highlevel", ctx, Config(impl="highlevel", model=model, **settings))
 
 
 @pytest.mark.parametrize("model, hybridize", [("normalized", True), ("normalized", False), ("other names", True)])

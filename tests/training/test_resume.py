@@ -20,7 +20,7 @@ from gluon_mgpu import train as training
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.run import FILES, Epoch, exists, open_run, read
+from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}

@@ -34,7 +34,7 @@ from gluon_mgpu.data import batches
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, interrupt, lessons, recipes
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.run import FILES, Run
+from gluon_mgpu.training.folder import FILES, RunFolder
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
@@ -147,14 +147,14 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_ctrl_c_during_a_save_ends_the_program_once_all_is_saved_and_before_the_epochs_line(epochs, tmp_path, capsys):
-    save, printed = Run.save, []
+    save, printed = RunFolder.save, []
 
     def interrupted_save(self, arrays):
         printed.append(capsys.readouterr().out)
         signal.raise_signal(signal.SIGINT)
         save(self, arrays)
 
-    with pytest.raises(KeyboardInterrupt), patch.object(Run, "save", interrupted_save):
+    with pytest.raises(KeyboardInterrupt), patch.object(RunFolder, "save", interrupted_save):
         train(batch_size=50, epochs=epochs, out=tmp_path)
     assert "epoch 1" not in printed[0] and len(checkpoint.load(tmp_path / "checkpoint.npz")[1]["history"]) == 1
 

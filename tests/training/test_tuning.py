@@ -8,8 +8,8 @@ from mxnet.gluon import nn
 
 from gluon_mgpu import highlevel, networks
 from gluon_mgpu.training import tuning
-from gluon_mgpu.training.build import build
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.models import create_model
 
 PLAN = (16, 64)  # block, piece
 PLANS = [PLAN, (1, 64), (16, 0), (1, 0)]
@@ -61,7 +61,7 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
 
 
 def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
-    net = build("highlevel", [mx.cpu(0)]).net
+    net = create_model("highlevel", [mx.cpu(0)]).net
     before = str(net)
     fast = tuning.tuned(net, *PLAN)
     assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in net.collect_params().values()}
@@ -89,7 +89,7 @@ def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expe
             monkeypatch.delenv("DNNL_MAX_CPU_ISA")
         assert tuning.has_avx512() == expected
     for tune in (True, False):
-        model = build("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
+        model = create_model("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
         assert isinstance(model.net, tuning.InPieces) == (tune and expected)
         assert isinstance(model.trainer, tuning.Trainer) == tune
         assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active
@@ -129,6 +129,6 @@ def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replic
 
 
 def test_a_tuned_model_has_a_loss_of_its_own_and_draws_no_more_than_the_lesson():
-    fast, plain = (build("highlevel", [mx.cpu()], Config("highlevel", tune=tune)) for tune in (True, False))
+    fast, plain = (create_model("highlevel", [mx.cpu()], Config("highlevel", tune=tune)) for tune in (True, False))
     assert fast.lesson.loss is not highlevel.loss
     assert fast.draws is plain.draws is False

@@ -21,7 +21,7 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.training import checkpoint, workers
-from gluon_mgpu.training.build import build
+from gluon_mgpu.training.models import create_model
 
 pytestmark = runs.needs_mpi
 
@@ -91,7 +91,7 @@ def test_a_step_of_two_workers_with_two_devices_is_the_step_on_all_shards_except
     assert train_together(2, [options]).returncode == 0
     mx.random.seed(3)
     ctx = [mx.cpu(i) for i in range(4)]
-    model = build("scratch", ctx)
+    model = create_model("scratch", ctx)
     start = {name: array.asnumpy() for name, array in model.arrays().items()}
     data = datasets.load("synthetic", None, 100, 3)
     ((X, y),) = batches(data.train_images, data.train_labels, 100, shuffled(100, 3, 1))
@@ -108,7 +108,7 @@ def test_a_step_of_two_workers_with_two_devices_is_the_step_on_all_shards_except
 GATED = """
 import os, threading
 from gluon_mgpu import scratch
-from gluon_mgpu.training.build import build
+from gluon_mgpu.training.models import create_model
 from mxnet import autograd, nd
 from gluon_mgpu.training.lessons import load
 from gluon_mgpu.training.config import Config
@@ -133,7 +133,7 @@ def lenet(X, params):
 
 with workers.join("mpi") as group:
     ctx = devices.contexts(1, "cpu")
-    model = build(load("scratch", lenet=lenet), ctx)
+    model = create_model(load("scratch", lenet=lenet), ctx)
     allreduce, sizes = group.allreduce, []
 
     def noted(array):

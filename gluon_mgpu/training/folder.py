@@ -93,7 +93,7 @@ class Position:
 
 
 @dataclass
-class Run:
+class RunFolder:
     """folder: None if nothing is saved, also in workers other than worker 0. position: the progress.
 
     recorded: the settings in the folder; None in a new run. details: what config.json holds besides the settings, such
@@ -251,7 +251,7 @@ class Run:
 
 
 @contextmanager
-def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
+def open_run(options: dict[str, Any], group: Group) -> Iterator[RunFolder]:
     """Open a new run, or the one to resume; all workers use worker 0's run. Its folder stays locked inside the `with`
     block.
 
@@ -259,7 +259,7 @@ def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
     new one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.
     """
     group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
-    run = Run()
+    run = RunFolder()
     try:
         if group.rank == 0 and options.get("resume") is not None:
             run = read(options["resume"], lock=True)
@@ -271,13 +271,13 @@ def open_run(options: dict[str, Any], group: Group) -> Iterator[Run]:
         start = group.broadcast({"recorded": recorded, "position": run.position.as_json(), "details": run.details})
         if group.rank and start["recorded"]:
             recorded = Config(**start["recorded"])
-            run = Run(None, Position.from_json(start["position"]), recorded, start["details"])
+            run = RunFolder(None, Position.from_json(start["position"]), recorded, start["details"])
         yield run
     finally:
         run.unlock()
 
 
-def read(folder: str | Path, lock: bool = False) -> Run:
+def read(folder: str | Path, lock: bool = False) -> RunFolder:
     """Read the run in a folder. lock: lock the folder first, to resume it.
 
     Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
@@ -285,7 +285,7 @@ def read(folder: str | Path, lock: bool = False) -> Run:
     folder = Path(folder)
     if not exists(folder):
         raise UsageError(None, folder, _no_run(folder))
-    run = Run(folder, recorded=Config())
+    run = RunFolder(folder, recorded=Config())
     if lock:
         run.lock()
     path = folder / CHECKPOINT
