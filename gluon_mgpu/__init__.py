@@ -3,10 +3,9 @@
 Import this package before mxnet, so that the first `import mxnet` sets up the engine for several CPU contexts.
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from gluon_mgpu.compat.startup import Finder, configure
+from gluon_mgpu.compat.startup import configure
 from gluon_mgpu.support.errors import Error, UsageError
 
 if TYPE_CHECKING:
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Error", "UsageError", "configure", "train"]
 __version__ = "0.1.0"
-
-sys.meta_path.insert(0, Finder())
 
 
 def __getattr__(name: str) -> Any:

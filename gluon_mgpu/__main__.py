@@ -54,4 +54,6 @@ def _open_closed_streams() -> None:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # a flag since Python 3.11
+        sys.path.append(sys.path.pop(0))  # so that modules in the current folder, such as random.py, hide no others
     main("python -m gluon_mgpu")

@@ -22,6 +22,10 @@ from gluon_mgpu.support.paths import Location
 COLUMN = 30  # width of the column of option names in --help
 
 
+def _show_tracebacks(context: click.Context, param: click.Parameter, value: bool) -> None:
+    errors.caller.tracebacks |= value
+
+
 class Command(click.Command):
     """A command with grouped options, and examples at the end of --help.
 
@@ -32,20 +36,27 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."))
+        debug = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_tracebacks}
+        self.params.append(click.Option(["--debug"], help="Show tracebacks.", **debug))
         self.context_settings.update(help_option_names=["-h", "--help"], show_default=True)
         self.examples = [line.strip() for line in examples.strip().splitlines()]
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **kwargs: Any) -> NoReturn:
-        words = errors.Words(sys.argv[1:] if args is None else args)
-        kwargs |= {"standalone_mode": False, "obj": words}
+        program = prog_name or shlex.join(["python", sys.argv[0]])
+        before, errors.caller = errors.caller, errors.Caller(program=program, tracebacks=False)
         try:
-            status = super().main(words, prog_name or shlex.join(["python", sys.argv[0]]), **kwargs) or 0
+            status = super().main(args, program, **{**kwargs, "standalone_mode": False}) or 0
         except (Exception, KeyboardInterrupt) as error:
-            if "--debug" in words:
+            if errors.caller.tracebacks:
                 traceback.print_exc()
             _report(error)
+        finally:
+            errors.caller = before
         sys.exit(status)
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        errors.caller.options = {param.name: param.opts[0] for param in self.params if param.name}
+        return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -108,11 +119,12 @@ def _report(error: BaseException) -> NoReturn:
         new_line = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C on this line
         log.say(str(error) or "interrupted", prefix=new_line)
         sys.exit(130)
-    status = error.exit_code if isinstance(error, click.UsageError) else getattr(error, "exit_status", 1)
-    line = str(error) if isinstance(error, Error) else errors.line_of(error)
+    status, line = getattr(error, "exit_status", 1), errors.line_of(error)
     if isinstance(error, click.UsageError):
         see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-        line = " ".join(error.format_message().rstrip(".").split()) + see
+        status, line = error.exit_code, " ".join(error.format_message().rstrip(".").split()) + see
+    elif isinstance(error, OSError) and traceback.extract_tb(error.__traceback__)[-1].name == click.echo.__name__:
+        line = f"cannot print ({error.strerror})"
     mpi.fail(line, status)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from gluon_mgpu.commands import common
+from gluon_mgpu.support.errors import Error
 
 
 @common.command(
@@ -35,5 +36,8 @@ def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
     """
     from gluon_mgpu.compat.kernels import build
 
-    library = build.build(Path(source), arch, nvcc, compiler)
+    try:
+        library = build.build(Path(source), arch, nvcc, compiler)
+    except OSError as error:
+        raise Error(f"cannot use {error.filename} ({error.strerror}): use another folder") from None
     click.echo(f"wrote {library}: the wheel mxnet-cu112 now works on GPUs that {arch} supports")

@@ -80,7 +80,6 @@ def run(
     """Run an MXNet 1.x program or notebook, unchanged. This sets MXNet up for this machine, restores names that Python
     and NumPy have removed, uses CPU contexts in place of GPU contexts if there is no GPU, and replaces the dead
     downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
-    del context.obj[len(context.obj) - len(arguments) :]  # a --debug among them is the program's
     settings = settings_of(**options)
     startup.check_environment()
     if servers and not workers:

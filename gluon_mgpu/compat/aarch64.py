@@ -33,7 +33,7 @@ FUNCTIONS = (
 )
 
 
-def prepare() -> None:
+def use_openblas() -> None:
     """On aarch64, let the first `import mxnet` load the changed copy, which is made if there is none.
 
     Does nothing if the user has set MXNET_LIBRARY_PATH to another file, and nothing but print a notice if the installed

@@ -37,7 +37,7 @@ QUIET = ("MXNET_CUDA_LIB_CHECKING", "MXNET_CUDNN_LIB_CHECKING", "MXNET_CUDNN_AUT
 WHEEL = re.compile(r"(mxnet(?:_(?:mkl|native|cu\d+(?:mkl)?))?)-([^-]+)\.dist-info")
 
 
-def prepare() -> None:
+def open_libraries() -> None:
     """If mxnet-cu112 is installed, open the libraries that it needs. Call this before the first `import mxnet`.
 
     Raises Error if the driver or a library is missing, or if two MXNet wheels, which overwrite each other's files, are
@@ -47,13 +47,39 @@ def prepare() -> None:
     if len(names) > 1:
         both = f"{' and '.join(names)} are both installed and overwrite each other's files"
         raise Error(f"{both}: run `pip uninstall -y {' '.join(names)}`, then install the one that you need")
-    if names == ["mxnet-cu112"]:
-        kernels = _needed_kernels()
-        _open_libraries([str(kernels)] * bool(kernels))
-        for name in QUIET:
-            os.environ.setdefault(name, "0")
-        if kernels:  # MXNet would compile joined operators with NVRTC, which may not know this GPU
-            os.environ.setdefault("MXNET_USE_FUSION", "0")
+    if names != ["mxnet-cu112"]:
+        return
+    for name in QUIET:
+        os.environ.setdefault(name, "0")
+    kernels = built_kernels()
+    if kernels and any(major not in KERNELS for _, major, _ in driver_gpus()):
+        _open(str(kernels))  # before all others, so that MXNet registers its kernels there
+        # MXNet would compile joined operators with NVRTC, which may not know this GPU.
+        os.environ.setdefault("MXNET_USE_FUSION", "0")
+    try:
+        _open(DRIVER)
+    except OSError as error:
+        cpu = "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
+        raise Error(f"{error}: mxnet-cu112 needs NVIDIA's driver; install it, or the wheel for CPUs: {cpu}") from error
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    in_wheels = {path.name: str(path) for folder in reversed(folders) for path in folder.glob("*/lib/*.so*")}
+    failures = {}
+    for wheel, *libraries in LIBRARIES:
+        for library in libraries:
+            try:
+                # Prefer the wheel's library, because libraries from different CUDA versions do not work together.
+                _open(in_wheels.get(library, library))
+            except OSError:
+                failures[library] = f"'{wheel}'"
+    if failures:
+        # --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
+        pip = f"pip install --force-reinstall --no-deps {' '.join(dict.fromkeys(failures.values()))}"
+        raise Error(f"mxnet-cu112 cannot open {', '.join(failures)}: run `{pip}`")
+
+
+def _open(library: str) -> None:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 
 
 def kernels_folder() -> Path:
@@ -110,39 +136,3 @@ def wheels() -> dict[str, str]:
     beside = Path(spec.submodule_search_locations[0]).parent.glob("mxnet*.dist-info")
     matches = (WHEEL.fullmatch(path.name) for path in sorted(beside))
     return {match[1].replace("_", "-"): match[2] for match in matches if match}
-
-
-def _needed_kernels() -> Path | None:
-    """The library that `gluon-mgpu compile` built, if a GPU of this machine needs it."""
-    library = built_kernels()
-    return library if library and any(major not in KERNELS for _, major, _ in driver_gpus()) else None
-
-
-def _open_libraries(first: list[str]) -> None:
-    """first: opened before all others, so that MXNet registers its kernels there."""
-    for library in first:
-        _open(library)
-    try:
-        _open(DRIVER)
-    except OSError as error:
-        cpu = "`pip uninstall -y mxnet-cu112 && pip install --no-deps mxnet==1.9.1`"
-        raise Error(f"{error}: mxnet-cu112 needs NVIDIA's driver; install it, or the wheel for CPUs: {cpu}") from error
-    spec = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
-    in_wheels = {path.name: str(path) for folder in reversed(folders) for path in folder.glob("*/lib/*.so*")}
-    failures = {}
-    for wheel, *libraries in LIBRARIES:
-        for library in libraries:
-            try:
-                # Prefer the wheel's library, because libraries from different CUDA versions do not work together.
-                _open(in_wheels.get(library, library))
-            except OSError:
-                failures[library] = f"'{wheel}'"
-    if failures:
-        # --force-reinstall is needed because pip considers a wheel installed even if its files are gone.
-        pip = f"pip install --force-reinstall --no-deps {' '.join(dict.fromkeys(failures.values()))}"
-        raise Error(f"mxnet-cu112 cannot open {', '.join(failures)}: run `{pip}`")
-
-
-def _open(library: str) -> None:
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)

@@ -93,9 +93,11 @@ def missing_kernels(major: int, minor: int) -> str:
     return f"{has}; {build if major > cuda.KERNELS[-1] else 'use a newer GPU'} (docs/install.md)"
 
 
-def try_gpu(index: int) -> None:
-    """Multiply two matrices and compute a convolution on a GPU. Raises Error if a result is wrong, UsageError if MXNet
-    finds no such GPU, and MXNetError if MXNet fails."""
+def try_gpu(index: int) -> str:
+    """Multiply two matrices and compute a convolution on a GPU. Returns what was computed.
+
+    Raises Error if a result is wrong, UsageError if MXNet finds no such GPU, and MXNetError if MXNet fails.
+    """
     [gpu] = contexts([index], "gpu")
     import numpy as np
     from mxnet import nd
@@ -105,6 +107,7 @@ def try_gpu(index: int) -> None:
     for name, result, right in (("product", nd.dot(matrix, matrix), 9), ("convolution", convolved, 3 * 5 * 5)):
         if (result.asnumpy() != right).any():
             raise Error(f"a {name} is wrong")
+    return "a product and a convolution are right"
 
 
 def _direct_access(indices: Sequence[int]) -> bool:

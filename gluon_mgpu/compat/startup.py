@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import functools
 import importlib.util
 import os
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gluon_mgpu.compat import aarch64, cuda
+from gluon_mgpu.compat import aarch64, cuda, hooks
 from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError
 
@@ -94,19 +94,9 @@ _prepared: Plan | None = None
 _stock = False
 
 
-class Finder:
-    """Import hook: finds mxnet as Python does, and prepares the process when mxnet is imported."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == "mxnet" else None
-        if spec is not None and spec.loader is not None:
-            execute = partial(_import, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]  # changes only this loader
-        return spec
-
-
-def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+@contextmanager
+def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
+    """Import mxnet inside this `with` block."""
     # NumPy comes first, because an import hook of `old` may import numpy_names right after NumPy.
     importlib.import_module("numpy")
     from gluon_mgpu.compat import numpy_names
@@ -116,12 +106,15 @@ def _import(exec_module: Callable[[ModuleType], None], module: ModuleType) -> No
     # MXNet uses names that NumPy and SciPy are going to remove; with PYTHONWARNINGS=error, it could not be imported.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"mxnet(\.|$)")
     with numpy_names.lent():
-        exec_module(module)
+        yield
     if module.__version__.startswith("2."):
         from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
     _repeat_lost_interrupts()
+
+
+hooks.around_import("mxnet", _prepared_for_mxnet)
 
 
 def _repeat_lost_interrupts() -> None:
@@ -147,7 +140,7 @@ def use_stock_settings() -> None:
     """Make the first `import mxnet` use MXNet's own settings, for comparison. Call this before that import."""
     global _stock
     _stock = True
-    aarch64.prepare()  # the import needs this with any settings
+    aarch64.use_openblas()  # the import needs this with any settings
 
 
 def configure(contexts: int | None = None) -> None:
@@ -158,7 +151,7 @@ def configure(contexts: int | None = None) -> None:
     call; several if there was none.
     Settings from the user's environment are kept if they are safe; a notice names each setting that is ignored.
     Raises UsageError for fewer than 1 context, and Error if MXNet is missing, if mxnet was imported earlier with
-    settings that can make this number of CPU contexts hang, or if `cuda.prepare` fails.
+    settings that can make this number of CPU contexts hang, or if `cuda.open_libraries` fails.
     """
     global _prepared
     if contexts is not None:
@@ -168,13 +161,13 @@ def configure(contexts: int | None = None) -> None:
     if "mxnet" not in sys.modules:
         if _prepared != _plan:
             _prepare()
-        return
-    if contexts is None and _prepared == _plan:
-        return
-    _check_threads(contexts or 1)
-    if _prepared is None and contexts != 1:
-        log.say("mxnet was imported before gluon_mgpu: CPU contexts will take turns; import gluon_mgpu first")
-    _prepared = _plan
+    elif _prepared is None or contexts is not None:
+        import mxnet as mx
+
+        if _prepared is None and contexts != 1:
+            _say_that_contexts_take_turns()
+        check_contexts([mx.cpu(i) for i in range(contexts or 1)])
+        _prepared = _plan
 
 
 def _prepare() -> None:
@@ -193,8 +186,8 @@ def _prepare() -> None:
         os.environ.pop(name, None)
     os.environ.update(users)
     _set_threads(_plan.contexts, _plan.processes)
-    cuda.prepare()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
-    aarch64.prepare()
+    cuda.open_libraries()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
+    aarch64.use_openblas()
     if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     if log.rank() is not None and log.size() != 1:
@@ -216,9 +209,44 @@ def check_environment() -> None:
             raise UsageError(name, value, f"must be {rule[2]}; unset it to use MXNet's default")
 
 
-def check_contexts(ctx: list[Context]) -> None:
-    """Raise Error if these contexts could hang: several CPU contexts with more than one OpenMP thread each."""
-    _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
+def check_contexts(ctx: Sequence[Context]) -> None:
+    """Make sure that these contexts cannot hang: if MXNet was loaded with several OpenMP threads, several CPU contexts
+    use one thread each from now on. Raises Error if their number of threads cannot be changed."""
+    cpus = [c.device_id for c in ctx if c.device_type.startswith("cpu")]
+    if len(cpus) < 2 or openmp_threads() == 1:
+        return
+    if not _one_thread_computes():
+        advice = "import gluon_mgpu before other libraries, or set OMP_NUM_THREADS=1"
+        raise Error(f"{len(cpus)} CPU contexts can hang, because OpenMP has {openmp_threads()} threads: {advice}")
+    _say_that_contexts_take_turns()
+    for index in cpus:
+        use_one_thread(index)
+
+
+def use_one_thread(index: int) -> None:
+    """Make the engine's thread for a CPU context use one OpenMP thread.
+
+    A thread can change this number only for itself, so the change is queued like an operator.
+    """
+    import mxnet as mx
+
+    gomp, done, none = ctypes.CDLL("libgomp.so.1"), threading.Event(), ctypes.c_void_p()
+
+    def change(*_: object) -> None:
+        gomp.omp_set_num_threads(1)
+        done.set()
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(change)
+    context = ctypes.byref((ctypes.c_int * 2)(1, index))  # (kind, index); 1: CPU
+    push = mx.base._LIB.MXEnginePushSync
+    mx.base.check_call(push(function, none, none, context, none, 0, none, 0, none, 0, b"one OpenMP thread"))
+    done.wait()  # waitall would also raise the errors of the program's own operators
+
+
+@functools.cache
+def _say_that_contexts_take_turns() -> None:
+    advice = "for full speed, import gluon_mgpu and call gluon_mgpu.configure(contexts=...) before MXNet is imported"
+    log.say(f"CPU contexts will take turns, because MXNet was not prepared for several; {advice}")
 
 
 def affinity() -> set[int]:
@@ -243,22 +271,15 @@ def openmp_threads() -> int:
     return counts[0]
 
 
-def _check_threads(contexts: int) -> None:
-    if contexts > 1 and openmp_threads() > 1:
-        if _prepared and _prepared.contexts == 1:
-            advice = f"call gluon_mgpu.configure({contexts}) before the first training, or start a new process"
-            raise Error(f"{contexts} CPU contexts can hang: this process was prepared for 1; {advice}")
-        loaded = f"OpenMP was loaded with {openmp_threads()} threads before gluon_mgpu could limit them to 1"
-        raise Error(f"{contexts} CPU contexts can hang: {loaded}; import gluon_mgpu first, or set OMP_NUM_THREADS=1")
+def _one_thread_computes() -> bool:
+    """Whether MXNet's engine uses one thread for each CPU context."""
+    threads, engine = os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1"), os.environ.get("MXNET_ENGINE_TYPE")
+    return threads == "1" and engine != "ThreadedEngine"
 
 
 def _set_threads(contexts: int | None, processes: int) -> None:
     """Use one OpenMP thread if several of MXNet's threads can call OpenBLAS at the same time, else one per core."""
-    alone = (
-        contexts == 1
-        and os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") == "1"
-        and os.environ.get("MXNET_ENGINE_TYPE") != "ThreadedEngine"
-    )
+    alone = contexts == 1 and _one_thread_computes()
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
         asked = os.environ.get("OMP_NUM_THREADS", "")

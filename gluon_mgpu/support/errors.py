@@ -1,7 +1,7 @@
 """Errors for the user. Each message is one line that names the problem and the invalid value, and says what to do.
 
-Messages name settings and commands through `setting` and `command`, which spell them as the caller does: `lr=0` in
-Python, and `--lr 0` on the command line.
+Messages name settings and commands through `setting` and `command`, which spell them for the caller: `lr=0` in Python,
+and `--lr 0` on the command line, which sets `caller`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import traceback
-from typing import Any
+from dataclasses import dataclass, field
 
 # Debian's packages of the libraries that libmxnet.so needs.
 LIBRARIES = "libgomp1 libstdc++6 libgcc-s1" + " libquadmath0" * (platform.machine() == "x86_64")
@@ -22,8 +22,20 @@ PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxne
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
-class Words(list[str]):
-    """What the user typed after a command's name: `obj` of the click contexts of this package's commands."""
+@dataclass
+class Caller:
+    """What messages are written for. By default, a program in Python.
+
+    options: {setting: option} of the command that is running. program: what the user typed before the command's name.
+    tracebacks: whether to show them.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    program: str = "gluon-mgpu"
+    tracebacks: bool = True
+
+
+caller = Caller()
 
 
 class Error(Exception):
@@ -58,37 +70,21 @@ class Interrupted(KeyboardInterrupt):
 def setting(name: str, value: object = None) -> str:
     """Write a setting as the caller does: `epochs=5` in Python, `--epochs 5` on the command line. If the value is None,
     write only the name."""
-    context = _running_command()
-    flag = next((param.opts[0] for param in context.command.params if param.name == name), "") if context else ""
-    if not flag:
+    option = caller.options.get(name)
+    if not option:
         return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
     if value is False:
-        return flag.replace("--", "--no-", 1)
-    return flag if value is None or value is True else f"{flag} {shown(value)}"
+        return option.replace("--", "--no-", 1)
+    return option if value is None or value is True else f"{option} {shown(value)}"
 
 
 def command(words: str) -> str:
     """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
-    context = _running_command()
-    program = context.find_root().info_name if context else "gluon-mgpu"
-    if not program.endswith(".py"):
-        return f"{program} {words}"
-    folder, slash, _ = program.rpartition("/")
+    if not caller.program.endswith(".py"):
+        return f"{caller.program} {words}"
+    folder, slash, _ = caller.program.rpartition("/")
     name, space, rest = words.partition(" ")
     return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
-
-
-def shows_tracebacks() -> bool:
-    """Whether a user's Python program is running, or a command with --debug."""
-    context = _running_command()
-    return not context or "--debug" in context.obj
-
-
-def _running_command() -> Any:
-    """The click context of the command that is running; None in calls from Python."""
-    click = sys.modules.get("click")  # not imported here, because programs that use this package may not need it
-    context = click.get_current_context(silent=True) if click else None
-    return context if context and isinstance(context.obj, Words) else None
 
 
 def shown(value: object) -> str:
@@ -99,7 +95,9 @@ def shown(value: object) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Describe an unexpected error in one line: the reason, and how to find out more."""
+    """Describe an error in one line: the reason, and if the error was not expected, how to find out more."""
+    if isinstance(error, Error):
+        return str(error)
     is_ours = isinstance(error, ImportError) and not _where(error)
     doctor = f"`{command('doctor')}` may say what to do; " if is_ours else ""
     return f"{reason(error)} ({doctor}--debug shows the traceback)"

@@ -129,7 +129,7 @@ def join(kvstore: str) -> Iterator[Group]:
         comm.Barrier()
         raise
     except BaseException as error:
-        trace = error if errors.shows_tracebacks() else None
+        trace = error if errors.caller.tracebacks else None
         if isinstance(error, KeyboardInterrupt):
             mpi.fail("interrupted", 130, trace)
         line = errors.reason(error) if trace or isinstance(error, Error) else errors.line_of(error)

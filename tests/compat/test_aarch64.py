@@ -47,12 +47,12 @@ def copies(machine):
 
 @pytest.mark.parametrize("inherited", [False, True], ids=["new process", "child process"])
 def test_a_changed_copy_is_made_once_and_the_wheel_stays_as_it_is(machine, monkeypatch, inherited):
-    aarch64.prepare()
+    aarch64.use_openblas()
     (copy,) = copies(machine)
     assert os.environ["MXNET_LIBRARY_PATH"] == str(copy) and copy.read_bytes() == CONTENT + b"changed\n"
     if not inherited:
         monkeypatch.delenv("MXNET_LIBRARY_PATH")
-    aarch64.prepare()
+    aarch64.use_openblas()
     assert copies(machine) == [copy] and (machine.folder / "calls").read_text() == "call\n"
     assert machine.library.read_bytes() == CONTENT
     assert machine.opened == ["libgfortran.so.5", "libscipy_openblas.so"] * 2  # before MXNet, which needs both
@@ -61,20 +61,20 @@ def test_a_changed_copy_is_made_once_and_the_wheel_stays_as_it_is(machine, monke
 def test_if_patchelf_fails_there_is_no_copy_and_one_line_says_why(machine):
     write_program(machine.folder / "patchelf", "echo no space >&2; exit 1")
     with pytest.raises(Error, match="no space"):
-        aarch64.prepare()
+        aarch64.use_openblas()
     assert copies(machine) == [] and "MXNET_LIBRARY_PATH" not in os.environ
 
 
 def test_a_library_with_the_right_size_and_other_content_is_refused(machine):
     machine.library.write_bytes(CONTENT[::-1])
     with pytest.raises(Error, match="damaged"):
-        aarch64.prepare()
+        aarch64.use_openblas()
     assert copies(machine) == []
 
 
 def test_another_library_is_used_as_it_is_and_one_line_says_so(machine, capsys):
     machine.library.write_bytes(b"built from source")
-    aarch64.prepare()
+    aarch64.use_openblas()
     assert copies(machine) == [] and "MXNET_LIBRARY_PATH" not in os.environ
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -85,15 +85,15 @@ def test_a_missing_package_is_named_with_what_to_run(machine, monkeypatch, missi
     if not machine.find.pop(missing, None):
         (machine.folder / missing).unlink()
     with pytest.raises(Error, match=f"pip install.*{missing.replace('_', '-')}"):
-        aarch64.prepare()
+        aarch64.use_openblas()
 
 
 def test_other_machines_and_users_with_a_library_of_their_own_are_left_alone(machine, monkeypatch):
     monkeypatch.setenv("MXNET_LIBRARY_PATH", "/opt/libmxnet.so")
-    aarch64.prepare()
+    aarch64.use_openblas()
     monkeypatch.delenv("MXNET_LIBRARY_PATH")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    aarch64.prepare()
+    aarch64.use_openblas()
     assert copies(machine) == [] and machine.opened == [] and "MXNET_LIBRARY_PATH" not in os.environ
 
 

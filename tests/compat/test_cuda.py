@@ -59,12 +59,12 @@ class Site:
         )
 
     def opened(self, before="", after=""):
-        """The libraries that `prepare` opens, in order. before, after: more code."""
+        """The libraries that `open_libraries` opens, in order. before, after: more code."""
         done = self.python(f"""
             opened, open_library = [], cuda._open
             cuda._open = lambda library: (open_library(library), opened.append(library))
             {before}
-            cuda.prepare()
+            cuda.open_libraries()
             print(*opened, sep="\\n", end="")
             {after}
         """)
@@ -72,8 +72,8 @@ class Site:
         return done.stdout.splitlines()
 
     def error(self, **options):
-        """The message of the Error that `prepare` raises."""
-        last = self.python("cuda.prepare()", **options).stderr.splitlines()[-1]
+        """The message of the Error that `open_libraries` raises."""
+        last = self.python("cuda.open_libraries()", **options).stderr.splitlines()[-1]
         return last.removeprefix("gluon_mgpu.support.errors.Error: ")
 
 
@@ -137,7 +137,7 @@ def test_missing_and_damaged_libraries_are_one_line_with_the_command_that_instal
     assert line.endswith("`pip install --force-reinstall --no-deps 'nvidia-cufft-cu11' 'nvidia-cudnn-cu11<9'`")
     for library in ALL:  # the system's libraries are used if no wheel contains them
         (site.folder / library).symlink_to(LIBM)
-    assert site.python("cuda.prepare()", LD_LIBRARY_PATH=str(site.folder)).returncode == 0
+    assert site.python("cuda.open_libraries()", LD_LIBRARY_PATH=str(site.folder)).returncode == 0
     [path] = site.folder.glob("nvidia/*/lib/libcurand.so.10")
     path.unlink()
     path.write_bytes(b"\x7fELF")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -64,13 +65,15 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
             raise Error(f"{unknown[0]}: gluon_mgpu does not know this kernel's header; remove it from {missing}")
         options = ["-std=c++14", "-O3", "-w", "-Xcompiler=-w", "--expt-relaxed-constexpr", f"-arch={ptx_arch}", "-ptx"]
         options += [f"-D{name}={value}" for name, value in DEFINE.items()]
-        options += [f"-I{path}" for path in (*(source / path for path in INCLUDE), work)]
+        options += [f"-I{path}" for path in (*(source / path for path in INCLUDE), HERE)]
 
         def compile_group(group: str) -> None:
             written, made = work / f"{group}.cu", folder / f"{group}.cu"  # `made` is what group.ptx was made from
             ptx = folder / f"{group}.ptx"
             if not (ptx.exists() and made.exists() and made.read_text() == written.read_text()):
                 _run(nvcc, "-ccbin", compiler, *options, "-o", work / ptx.name, written)
+                if not (work / ptx.name).exists():
+                    raise Error(f"{nvcc} wrote nothing for {group}.cu: pass CUDA's compiler")
                 ptx.write_text(only(groups[group], (work / ptx.name).read_text()))
                 shutil.copy(written, made)
             _run(nvcc, "-fatbin", f"-gencode=arch={ptx_arch},code={arch}", "-o", ptx.with_suffix(".fatbin"), ptx)
@@ -99,13 +102,15 @@ def link(groups: dict[str, list[str]], library: Path, advice: str) -> None:
 
 def check_source(source: Path) -> None:
     """Raise UsageError if this is not the folder of MXNet 1.9.1's sources."""
-    base = source / "include/mxnet/base.h"
-    text = base.read_text() if base.exists() else ""
+    try:
+        text = (source / "include/mxnet/base.h").read_text(errors="replace")
+    except OSError:
+        text = ""
+    missing = [folder for folder in INCLUDE if not os.path.isdir(source / folder)]
     if re.findall(r"#define MXNET_(?:MAJOR|MINOR|PATCH) (\d+)", text) != ["1", "9", "1"]:
         raise UsageError("source", str(source), f"not the folder of MXNet 1.9.1's sources; {DOWNLOAD} downloads them")
-    for folder in INCLUDE:
-        if not (source / folder).is_dir():
-            raise UsageError("source", str(source), f"it has no {folder}; {DOWNLOAD} downloads all that is needed")
+    if missing:
+        raise UsageError("source", str(source), f"has no {missing[0]}; {DOWNLOAD} downloads all that is needed")
 
 
 def only(names: list[str], ptx: str) -> str:
@@ -130,26 +135,35 @@ def _without_mark(name: str) -> str:
 
 def header(groups: dict[str, list[str]], folder: Path, advice: str) -> str:
     """What launch.c includes: the modules folder/GROUP.fatbin, and the names of their kernels."""
-    kernels = sorted((name, i) for i, group in enumerate(groups) for name in groups[group])
-    lines = [f"enum {{ MODULES = {len(groups)}, KERNELS = {len(kernels)} }};"]
-    lines.append(f"#define COMMAND {json.dumps(advice)}")
+    lines = [f"#define COMMAND {_quoted(advice)}"]
     for i, group in enumerate(groups):
-        file = json.dumps(str(folder / f"{group}.fatbin"))
-        lines.append(
-            f"""__asm__(".section .rodata\\n.balign 16\\nmodule{i}: .incbin " {json.dumps(file)} "\\n.text");"""
-        )
-        lines.append(f"extern const char module{i}[];")
-    lines.append(f"static const void *const modules[] = {{{', '.join(f'module{i}' for i in range(len(groups)))}}};")
-    lines.append("static const Kernel kernels[] = {")
-    lines += [f'  {{"{name}", {i}}},' for name, i in kernels]
-    return "\n".join([*lines, "};", ""])
+        file = _quoted(f"{folder / group}.fatbin")
+        section = f".section .rodata\n.balign 16\nmodule{i}: .incbin {file}\n.text"
+        lines += [f"__asm__({_quoted(section)});", f"extern const char module{i}[];"]
+    kernels = sorted((name, i) for i, group in enumerate(groups) for name in groups[group])
+    modules = ", ".join(f"module{i}" for i in range(len(groups)))
+    return "\n".join(
+        [
+            *lines,
+            f"enum {{ MODULES = {len(groups)}, KERNELS = {len(kernels)} }};",
+            f"static const void *const modules[] = {{{modules}}};",
+            "static const Kernel kernels[] = {",
+            *(f'  {{"{name}", {i}}},' for name, i in kernels),
+            "};\n",
+        ]
+    )
+
+
+def _quoted(text: str) -> str:
+    """A text in C or assembler."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _run(*words: str | Path) -> None:
     try:
         done = subprocess.run(words, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Error(f"{words[0]} is missing: install it, or give its path (docs/install.md)") from None
+    except OSError as error:
+        raise Error(f"{words[0]} ({error.strerror}): install it, or give its path (docs/install.md)") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
         raise Error(f"{words[0]} failed for {words[-1]}: {lines[0]}")
