@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import functools
 import importlib.util
 import os
 import re
@@ -111,6 +110,8 @@ def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
         from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
+    if not _stock:  # another library may have loaded OpenMP before
+        check_contexts([module.cpu(i) for i in range(_plan.contexts or 1)])
     _repeat_lost_interrupts()
 
 
@@ -164,8 +165,9 @@ def configure(contexts: int | None = None) -> None:
     elif _prepared is None or contexts is not None:
         import mxnet as mx
 
-        if _prepared is None and contexts != 1:
-            _say_that_contexts_take_turns()
+        if contexts != 1 and (_prepared is None or _prepared.contexts == 1):
+            advice = "for full speed, call gluon_mgpu.configure(contexts=...) before MXNet is imported"
+            log.say(f"CPU contexts will take turns, because MXNet was not prepared for several; {advice}")
         check_contexts([mx.cpu(i) for i in range(contexts or 1)])
         _prepared = _plan
 
@@ -218,7 +220,6 @@ def check_contexts(ctx: Sequence[Context]) -> None:
     if not _one_thread_computes():
         advice = "import gluon_mgpu before other libraries, or set OMP_NUM_THREADS=1"
         raise Error(f"{len(cpus)} CPU contexts can hang, because OpenMP has {openmp_threads()} threads: {advice}")
-    _say_that_contexts_take_turns()
     for index in cpus:
         use_one_thread(index)
 
@@ -241,12 +242,6 @@ def use_one_thread(index: int) -> None:
     push = mx.base._LIB.MXEnginePushSync
     mx.base.check_call(push(function, none, none, context, none, 0, none, 0, none, 0, b"one OpenMP thread"))
     done.wait()  # waitall would also raise the errors of the program's own operators
-
-
-@functools.cache
-def _say_that_contexts_take_turns() -> None:
-    advice = "for full speed, import gluon_mgpu and call gluon_mgpu.configure(contexts=...) before MXNet is imported"
-    log.say(f"CPU contexts will take turns, because MXNet was not prepared for several; {advice}")
 
 
 def affinity() -> set[int]:
