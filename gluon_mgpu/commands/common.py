@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import click
 
 from gluon_mgpu.support import errors, log, mpi
-from gluon_mgpu.support.errors import Error
 from gluon_mgpu.support.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help

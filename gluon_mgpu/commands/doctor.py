@@ -51,8 +51,10 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
             works = False
             yield "problem", f"{name} is not installed: run `pip install {requirement}`"
         else:
-            wheels = cuda.wheels() if name == "mxnet" else {name: d.version for d in metadata.distributions(name=name)}
-            yield "ok", ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or f"{name}, not a wheel"
+            wheels = cuda.wheels() if name == "mxnet" else {}
+            with suppress(metadata.PackageNotFoundError):
+                wheels = wheels or {name: metadata.version(name)}
+            yield "ok", ", ".join(" ".join(wheel) for wheel in wheels.items()) or f"{name}, not from a wheel"
     yield _cores()
     try:
         for index, (name, major, minor) in enumerate(cuda.driver_gpus()):
@@ -78,7 +80,10 @@ def _cores() -> Finding:
         quota = int(time) / int(period)
     if quota is None or quota >= cores:
         return "ok", f"{cores} {log.plural(cores, 'core')}; more CPU contexts than cores share them"
-    return "note", f"{quota:g} of {cores} cores (a container's quota): with --gpus 1, set OMP_NUM_THREADS={max(1, int(quota))}"
+    return (
+        "note",
+        f"{quota:g} of {cores} cores (a container's quota): with --gpus 1, set OMP_NUM_THREADS={max(1, int(quota))}",
+    )
 
 
 def _try(name: str, command: list[str], advice: str, mark: str) -> Finding:

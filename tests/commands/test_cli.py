@@ -2,15 +2,19 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
+import runs
 from runs import ROOT, call, error, finished
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.commands.main import main
+from gluon_mgpu.exercises import solution
+from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import Error, UsageError, command, setting
 
 CONTEXT = click.Context(main)
@@ -86,6 +90,24 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
     said = call(capsys, fails, program="python scripts/train.py")
     assert said == (status, "", f"{line}\n")
     assert call(capsys, fails, "--debug")[2].startswith("Traceback")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["--help", "exercise list"])
+def test_output_that_cannot_be_written_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        done = runs.gluon_mgpu(*words.split(), stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: cannot print") and done.stderr.count("\n") == 1
+
+
+def test_modules_in_the_current_folder_hide_no_others(tmp_path):
+    for name in ("random", "tempfile", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('hidden')")
+    (tmp_path / "allreduce.py").write_text(solution("allreduce"))
+    done = runs.gluon_mgpu("exercise", "grade", "allreduce.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    child = finished(*subprocesses.python("import random, numpy; print(numpy.pi)"), cwd=tmp_path)
+    assert child.stdout.startswith("3.14"), child.stderr
 
 
 @pytest.mark.parametrize("words, shown", [("--debug missing.py", True), ("missing.py --debug", False)])

@@ -196,20 +196,7 @@ def installed(wheel):
         yield run
 
 
-TRAIN = (
-    "gluon-mgpu",
-    "train",
-    "--dataset",
-    "synthetic",
-    "--gpus",
-    "2",
-    "--limit",
-    "512",
-    "--epochs",
-    "1",
-    "--seed",
-    "1",
-)
+TRAIN = "gluon-mgpu train --dataset synthetic --gpus 2 --limit 512 --epochs 1 --seed 1".split()
 
 
 @pytest.mark.cuda_wheels
@@ -243,7 +230,7 @@ def with_kernels(installed):
     (folder / "site/nvidia/__init__.py").touch()  # as in NVIDIA's wheels, which this package comes before
     [libmxnet] = folder.glob("venv/lib/*/site-packages/mxnet/libmxnet.so")
     fake_cuda.build(libmxnet, links)
-    kernels = folder / "cache/gluon_mgpu/compat/kernels"
+    kernels = folder / "cache/gluon_mgpu/kernels"
     kernels.mkdir(parents=True)
     (kernels / "all.fatbin").touch()
     build.link({"all": build.NAMES.read_text().split()}, kernels / "sm_90.so", "run compile")

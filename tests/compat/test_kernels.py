@@ -6,13 +6,16 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_cuda
 import pytest
+from runs import call, error
 
+from gluon_mgpu.commands.main import main
 from gluon_mgpu.compat import cuda
 from gluon_mgpu.compat.kernels import build, sources
-from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error
 
 NAMES = build.NAMES.read_text().split()
 
@@ -44,7 +47,8 @@ int run(void) {
 
 
 def test_kernels_are_launched_from_the_built_library_and_a_missing_one_is_one_line_with_the_command(tmp_path):
-    (tmp_path / "fakes").mkdir()
+    tmp_path /= 'folder "é"'
+    (tmp_path / "fakes").mkdir(parents=True)
     program = tmp_path / "program.so"
     gcc = ["gcc", "-shared", "-fPIC", "-w", "-o", program, "-x", "c", "-"]
     subprocess.run(gcc, input=PROGRAM, text=True, check=True)
@@ -73,8 +77,8 @@ def source(tmp_path):
     folder = tmp_path / "mxnet"
     for path in build.INCLUDE:
         (folder / path).mkdir(parents=True, exist_ok=True)
-    for _, _, headers in sources.GROUPS:
-        for path in headers:
+    for group in sources.GROUPS.sections():
+        for path in sources.GROUPS[group]["headers"].split():
             (folder / "src" / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / "src" / path).write_text("namespace mxnet {\nnamespace op {\nNNVM_REGISTER_OP(x)\n}\n}\n")
     (folder / "include/mxnet").mkdir()
@@ -118,15 +122,35 @@ def test_other_kernels_are_removed_and_marks_of_anonymous_namespaces_become_thos
         build.only(["_Z7missingPf"], PTX.format(ours))
 
 
-def test_what_is_not_mxnets_source_is_refused_with_the_command_that_downloads_it(source, tmp_path):
-    build.check_source(source)
-    (source / "3rdparty/dlpack/include").rmdir()
-    for folder in (tmp_path, source):
-        with pytest.raises(UsageError, match="git"):
-            build.check_source(folder)
-    with pytest.raises(UsageError) as caught:
-        build.build(source, arch="hopper")
-    assert caught.value.name == "arch"
+def without(source, path):
+    (source / path).rmdir()
+    return source
+
+
+@pytest.mark.parametrize(
+    "folder, options, status, word",
+    [
+        (lambda source: source.parent, [], 2, "git clone"),
+        (lambda source: source / "include/mxnet/base.h", [], 2, "is a file"),
+        (lambda source: without(source, "3rdparty/dlpack/include"), [], 2, "3rdparty/dlpack/include"),
+        (lambda source: source, ["--arch", "hopper"], 2, "--arch hopper"),
+        (lambda source: source, ["--nvcc", "no-nvcc"], 1, "no-nvcc"),
+        (lambda source: source, ["--nvcc", "/dev/null"], 1, "/dev/null"),
+        (lambda source: source, ["--nvcc", "false"], 1, "false failed"),
+        (lambda source: source, ["--nvcc", "true"], 1, "true wrote nothing"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_line(source, monkeypatch, capsys, folder, options, status, word):
+    monkeypatch.setattr(cuda, "kernels_folder", lambda: source.parent / "kernels")
+    found, out, err = call(capsys, main, "compile", folder(source), *options)
+    *notices, line = err.splitlines()
+    assert (found, out) == (status, "") and line.startswith("error: ") and word in line
+    assert all(notice.startswith("gluon_mgpu: ") for notice in notices)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(source, monkeypatch, capsys):
+    monkeypatch.setattr(cuda, "kernels_folder", lambda: Path("/dev/null/kernels"))
+    assert "/dev/null/kernels" in error(capsys, main, "compile", source, status=1)
 
 
 @pytest.mark.parametrize(

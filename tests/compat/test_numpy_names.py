@@ -1,5 +1,6 @@
 """NumPy names that MXNet finds but other code does not. Checks run in separate processes."""
 
+import pytest
 from runs import output, program
 
 from gluon_mgpu.compat import numpy_names
@@ -37,6 +38,7 @@ def test_a_numpy_only_program_prints_the_same_beside_mxnet_as_alone():
     assert output(beside + NUMPY_ONLY, *names) == output(NUMPY_ONLY, *names)
 
 
+@pytest.mark.slow
 def test_a_name_that_other_code_put_on_numpy_is_neither_replaced_nor_removed():
     code = "import numpy as np, numpy.ma; vars(np).update(PZERO=7.0, bool=bool)\n" + CONFIGURE
     code += "import mxnet; print(mxnet.np.PZERO, np.PZERO, np.bool, mxnet.np.bool)"
@@ -57,6 +59,7 @@ def test_if_mxnet_cannot_be_imported_its_error_comes_through_and_numpy_is_as_bef
     assert output(code, PYTHONPATH=str(tmp_path)) == "libmxnet.so: no such file set()\n" * 2
 
 
+@pytest.mark.slow
 def test_mxnets_functions_with_old_names_compute_what_numpys_did():
     code = CONFIGURE + program("""
         import mxnet, numpy
@@ -86,3 +89,16 @@ def test_mxnets_functions_with_old_names_compute_what_numpys_did():
         "inf",
         *["True"] * 3,
     ]
+
+
+def test_an_old_program_finds_the_names_of_its_numpy_and_they_compute_what_they_did():
+    code = program("""
+        from gluon_mgpu.compat import numpy_names
+        import numpy as np
+        numpy_names.restore()
+        for name in numpy_names.OF_PROGRAMS:
+            getattr(np, name)
+        a = np.array([[3, 2], [0, 1]])
+        print(np.float_(1) / 2, np.asscalar(a[:1, 1]), np.asfarray(a).dtype, np.trapz(a), np.int(2.5), np.infty)
+    """)
+    assert output(code) == "0.5 2 float64 [2.5 0.5] 2 inf\n"
