@@ -35,7 +35,7 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        debug = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_tracebacks}
+        debug: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_tracebacks}
         self.params.append(click.Option(["--debug"], help="Show tracebacks.", **debug))
         self.context_settings.update(help_option_names=["-h", "--help"], show_default=True)
         self.examples = [line.strip() for line in examples.strip().splitlines()]

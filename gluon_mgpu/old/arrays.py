@@ -31,7 +31,7 @@ def add_to_numpy(np: ModuleType) -> None:
     moved = getattr(np, "exceptions", None)
     kinds = {"int": "bhilq", "uint": "BHILQ", "float": "efdg", "complex": "FDG", "others": "?OSUV"}
     names = {
-        **numpy_names.REMOVED,
+        **numpy_names.OF_MXNET,
         **{name: getattr(moved, name) for name in EXCEPTIONS if hasattr(moved, name)},
         **{kind.__name__: kind for kind in (bool, int, float, complex, object, str)},
         **dict(pair.split("=") for pair in ALIASES.split()),
