@@ -213,15 +213,15 @@ def fetch(name: str) -> Path:
     mirror = os.environ.get("GLUON_MGPU_MIRROR")
     urls = [mirror] if mirror else MIRRORS[name]
     hosts = [url.split("//")[-1].split("/")[0].split("@")[-1] for url in urls]
-    sources: dict[str, Source] = {host: partial(_download, url) for host, url in zip(hosts, urls)}
+    sources: list[tuple[str, Source]] = [(host, partial(_download, url)) for host, url in zip(hosts, urls)]
     if name in PACKAGES:
-        sources["apt-get"] = partial(_unpack, PACKAGES[name], name)
+        sources.append(("apt-get", partial(_unpack, PACKAGES[name], name)))
         advice = f", or run `apt install {PACKAGES[name]}`"
     log.say(f"downloading {name} into {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temp:
-            for title, source in sources.items():
+            for title, source in sources:
                 try:
                     for path in source(_missing(folder, name), Path(temp)):
                         _content(path, name)
