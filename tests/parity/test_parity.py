@@ -131,6 +131,7 @@ def add_recipe(monkeypatch, mxnet):
         yield add
 
 
+@pytest.mark.slow
 def test_a_training_run_that_fails_is_a_finding_and_the_next_one_is_trained(add_recipe, tmp_path):
     add_recipe("diverges", lr=1e30)
     add_recipe("small")
