@@ -23,7 +23,7 @@ DATA = datasets.synthetic(600, 100, seed=0)
 def run(tmp_path_factory):
     """The folder of a half-trained run."""
     folder, options = tmp_path_factory.mktemp("run"), {"device": "cpu", "seed": 0, "momentum": 0.5}
-    train("scratch", 1, 16, 0.1, dataset="synthetic", limit=600, epochs=7, out=folder, **options)
+    train("highlevel", 1, 16, 0.1, dataset="synthetic", limit=600, epochs=7, out=folder, **options)
     return folder
 
 

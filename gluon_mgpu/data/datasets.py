@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,7 @@ TIMEOUT = (4, 8)  # maximum seconds to connect, and to wait for more data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # packages in Debian and Ubuntu
 APT_SECONDS = 300
+Source = Callable[[list[str], Path], Iterator[Path]]  # where files come from: (their names, a folder to write to)
 
 
 class Dataset(NamedTuple):
@@ -108,8 +110,8 @@ class Dataset(NamedTuple):
         """
         if limit is None:
             return self
-        if limit > len(self.train_images):
-            raise UsageError("limit", limit, f"{self.name} has only {len(self.train_images)} training examples")
+        if not 1 <= limit <= len(self.train_images):
+            raise UsageError("limit", limit, f"{self.name} has {len(self.train_images)} training examples")
         tests = max(limit // 6, 100)
         train = self.train_images[:limit], self.train_labels[:limit]
         return Dataset(self.name, *train, self.test_images[:tests], self.test_labels[:tests], self.source)
@@ -132,14 +134,12 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     """
     if name not in DATASETS:
         raise UsageError("dataset", name, f"must be one of {', '.join(DATASETS)}")
-    if limit is not None and limit < 1:
-        raise UsageError("limit", limit, "must be at least 1")
     if name == "synthetic":
         if data_dir is not None:
             raise UsageError("data_dir", data_dir, "synthetic data needs no files; omit this setting")
         train_size = LARGEST if limit is None else limit
-        if train_size > LARGEST:
-            raise UsageError("limit", limit, f"must be at most {LARGEST} for synthetic")
+        if not 1 <= train_size <= LARGEST:
+            raise UsageError("limit", limit, f"must be 1 to {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
         data_dir = data_dir or os.environ.get("GLUON_MGPU_DATA")
@@ -158,9 +158,8 @@ def own(
     """Make a data set of your own arrays: `train(dataset=datasets.own(...))`.
 
     images: (n, height, width), (n, channels, height, width) or (n, height, width, channels); the last with more than 4
-    rows and columns, and 1, 3 or 4 channels.
-    Training divides uint8 by 255, and uses floating-point numbers as they are. labels: whole numbers from 0, (n,) or
-    (n, 1).
+    rows and columns, and 1, 3 or 4 channels. Training divides uint8 by 255, and uses floating-point numbers as they
+    are. labels: whole numbers from 0, (n,) or (n, 1).
     Raises UsageError if an array has an invalid shape or type, or if two arrays do not match.
     """
     return Dataset("own", *own_data.checked(train_images, train_labels, test_images, test_labels), "arrays")
@@ -210,27 +209,30 @@ def fetch(name: str) -> Path:
     If GLUON_MGPU_MIRROR is set, files are downloaded from that URL only. Each file appears complete or not at all, so
     several processes may call this at the same time. If all sources fail, raises Error with all reasons.
     """
-    folder = cache_folder(name)
+    folder, failures, advice = cache_folder(name), [], ""
     mirror = os.environ.get("GLUON_MGPU_MIRROR")
-    sources = [partial(_download, url) for url in ([mirror] if mirror else MIRRORS[name])]
-    sources += [partial(_unpack, PACKAGES[name])] if name in PACKAGES else []
-    failures = []
+    urls = [mirror] if mirror else MIRRORS[name]
+    hosts = [url.split("//")[-1].split("/")[0].split("@")[-1] for url in urls]
+    sources: list[tuple[str, Source]] = [(host, partial(_download, url)) for host, url in zip(hosts, urls)]
+    if name in PACKAGES:
+        sources.append(("apt-get", partial(_unpack, PACKAGES[name], name)))
+        advice = f", or run `apt install {PACKAGES[name]}`"
     log.say(f"downloading {name} into {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temp:
-            for source in sources:
+            for title, source in sources:
                 try:
-                    source(name, folder, Path(temp))
+                    for path in source(_missing(folder, name), Path(temp)):
+                        _content(path, name)
+                        os.replace(path, folder / path.name)
                     return folder
                 except Error as error:
-                    failures.append(str(error))
+                    failures.append(f"{title}: {error}")
     except OSError as error:
         raise Error(f"cannot write to {folder} ({error.strerror or error}); change XDG_CACHE_HOME") from error
-    package = f", or run `apt install {PACKAGES[name]}`" if name in PACKAGES else ""
-    raise Error(
-        f"cannot download {name} ({'; '.join(failures)}); set GLUON_MGPU_DATA to a folder that contains it{package}"
-    )
+    reasons = "; ".join(failures)
+    raise Error(f"cannot download {name} ({reasons}); set GLUON_MGPU_DATA to a folder that contains it{advice}")
 
 
 def read(folder: Path, name: str) -> Dataset:
@@ -294,47 +296,36 @@ def _missing(folder: Path, name: str) -> list[str]:
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
     content = files.read_decompressed(path, MOST)
-    actual, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
-    if actual != expected:
-        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {actual}, not {expected}; replace it")
+    if hashlib.sha256(content).hexdigest() != SHA256[name][path.name.removesuffix(".gz")]:
+        raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is wrong; replace it")
     return content
 
 
-def _download(mirror: str, name: str, folder: Path, temp: Path) -> None:
-    """Download the missing files into `folder`. Raises Error, with the host and the reason, if a download fails."""
+def _download(mirror: str, names: list[str], temp: Path) -> Iterator[Path]:
+    """Download compressed files into `temp` one by one, and yield their paths. Raises Error if a download fails."""
     with warnings.catch_warnings():  # imported here, because few runs download
         warnings.simplefilter("ignore")  # in Jupyter without ipywidgets, tqdm warns that it falls back to text
         import pooch
         import requests
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
-    try:
-        for file in _missing(folder, name):
-            part = temp / f"{file}.gz"
-            download(f"{mirror.rstrip('/')}/{part.name}", str(part), None)
-            _keep(part, name, folder)
-    except (requests.RequestException, ValueError, Error) as error:  # ValueError: not a valid URL
-        host = mirror.split("//")[-1].split("/")[0].split("@")[-1]
-        why = "no connection" if type(error) is requests.ConnectionError else type(error).__name__
-        if isinstance(error, requests.HTTPError):
-            why = f"HTTP {error.response.status_code}"
-        elif "timed out" in str(error):
-            why = "timed out"
-        elif isinstance(error, Error):
-            why = "wrong content"
-        raise Error(f"{host}: {why}") from None
+    for name in names:
+        path = temp / f"{name}.gz"
+        try:
+            download(f"{mirror.rstrip('/')}/{path.name}", str(path), None)
+        except requests.HTTPError as error:
+            raise Error(f"HTTP {error.response.status_code}") from None
+        except requests.ConnectionError:
+            raise Error("no connection") from None
+        except (requests.RequestException, ValueError) as error:  # ValueError: not a valid URL
+            raise Error(type(error).__name__) from None
+        yield path
 
 
-def _keep(file: Path, name: str, folder: Path) -> None:
-    """Verify a file of data set `name`, and move the file into `folder`."""
-    _content(file, name)
-    os.replace(file, folder / file.name)
-
-
-def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
-    """Unpack the missing files from a Debian package into `folder`, without root. Raises Error if a command fails."""
+def _unpack(package: str, dataset: str, names: list[str], temp: Path) -> Iterator[Path]:
+    """Unpack a Debian package in `temp`, without root, and yield the files' paths. Raises Error if a command fails."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise Error("apt-get: not installed")
-    log.say(f"could not download {name} from any mirror: downloading the package {package} with apt-get")
+        raise Error("not installed")
+    log.say(f"could not download {dataset} from any mirror: downloading the package {package} with apt-get")
     (temp / "lists" / "partial").mkdir(parents=True)
     (temp / "cache" / "archives" / "partial").mkdir(parents=True)
     # apt's own folders belong to root. When root runs apt, apt by default downloads as a user who cannot access `temp`.
@@ -349,8 +340,4 @@ def _unpack(package: str, name: str, folder: Path, temp: Path) -> None:
         run(*apt, "update")
     run(*apt, "download", package)
     run("dpkg-deb", "-x", *map(str, temp.glob("*.deb")), ".")
-    for file in _missing(folder, name):
-        path = _path(temp / "usr/share/datasets" / name, file)
-        if not path.is_file():
-            raise Error(f"{package}: does not contain {file}")
-        _keep(path, name, folder)
+    yield from (_path(temp / "usr/share/datasets" / dataset, name) for name in names)

@@ -1,6 +1,6 @@
 """The notebooks' experiments as options for train.py, and the accuracies that the notebooks printed.
 
-The lecture's claims are in scripts/parity/claims.py.
+`scripts/parity.py` compares them with new runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks that this project reproduces the accuracies, values and claims in the notebooks and the lecture.
+"""Checks that this project reproduces the accuracies and values in the notebooks and the lecture.
 
-`run` calls all checks: `examples` (printed values), `drift` (training steps), `bands` (accuracies) and `claims` (the
-lecture). `report` formats the result. docs/parity.md explains the criteria and which errors they detect.
+`run` calls all checks: `examples` (printed values), `drift` (training steps) and `bands` (accuracies). docs/parity.md
+explains the criteria and which errors they detect.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ class Finding(NamedTuple):
 
     check: str  # the group that the claim belongs to
     claim: str
-    holds: bool | None  # None: cannot be decided on this machine
+    holds: bool
     evidence: str

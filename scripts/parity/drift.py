@@ -1,15 +1,14 @@
-"""Measures how far scratch and highlevel drift from the notebook's own code over many steps.
+"""Measures how far the steps of scratch and highlevel are from the notebook's own code.
 
-The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Its path is the
-list of its parameters before the first step and after each step. Each implementation trains on the same batches twice.
-The first time, every step starts from the reference's parameters. The second time, only the first step does.
+The reference is the notebook's code in float64, with parameters rounded to float32 after each step. Each implementation
+takes each of its steps, on the same batch and from the same parameters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -31,7 +30,6 @@ STEPS = 100
 SEED = 1
 BATCH_SIZE = RECIPES["scratch-lenet-fashion-mnist-2gpu"].options["batch_size"]
 LR = RECIPES["scratch-lenet-fashion-mnist-2gpu"].options["lr"]
-NOTEBOOK = "the notebook's code in float32"
 
 EPSILON = 2.0**-23  # of float32
 POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients of the first convolution
@@ -39,21 +37,12 @@ POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients 
 # the mean gradient of n examples. Each example's gradient is about sqrt(n) times as long as the mean, because the
 # gradients point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
-FACTOR = 20  # limit for the ratio of two correct implementations' path errors; the ratio was at most 9 for seeds 1 to 6
 
 State = dict[str, np.ndarray]
 
 
-class Drift(NamedTuple):
-    step_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / length of the step}
-    step_limit: float  # limit for the median of step_errors; a single error may be up to RELU_FLIP
-    path_errors: dict[str, list[float]]  # {name: for each step, distance from the reference / length of the reference}
-    path_limit: float  # limit for each path error
-    moved: float  # distance from the reference's first to its last parameters / length of the first
-
-
 class Notebook:
-    """The notebook's step, with the methods of `Model` that `measure` calls."""
+    """The notebook's step, with the methods of `Model` that `check` calls."""
 
     def __init__(self, ctx: list[Context], dtype: str = "float32") -> None:
         self.ctx, self.dtype = ctx, dtype
@@ -69,77 +58,43 @@ class Notebook:
         return {name: _transposed(p) for name, p in zip(LENET_NAMES, self.gpu_params[device])}
 
 
-def reference(ctx: list[Context], data: Dataset, steps: int) -> list[State]:
-    """Train the reference and return its path."""
-    mx.random.seed(SEED)
-    path = [{name: _transposed(p.asnumpy()) for name, p in zip(LENET_NAMES, notebook.init_params())}]
-    exact = Notebook(ctx, "float64")
-    for X, y in _batches(data, steps, "in float64"):
-        exact.load(path[-1])
-        exact.step(X, y, LR)
-        path.append({name: array.astype(np.float32) for name, array in read_arrays(exact).items()})
-    return path
+def check(ctx: list[Context], data: Dataset, steps: int) -> Iterator[Finding]:
+    """Let all implementations take the reference's steps. Yields a finding for each. ctx: two contexts.
 
-
-def measure(ctx: list[Context], data: Dataset, path: list[State]) -> Drift:
-    """Train all implementations and compare them with the reference. ctx: two contexts. path: the reference's."""
+    The limit is what rounding explains: sums of n terms differ by about EPSILON * sqrt(n), and rounding the parameters
+    moves them by at most EPSILON times their Euclidean norm. It is twice the median error of the notebook's code in
+    float32 if that is larger, as on GPUs that round to TF32.
+    """
     subjects: dict[str, Notebook | Model] = {
-        NOTEBOOK: Notebook(ctx),
+        "notebook": Notebook(ctx),
         "scratch": create_model("scratch", ctx),
         "highlevel": create_model("highlevel", ctx),
         "highlevel --tune": create_model("highlevel", ctx, Config(tune=True)),
     }
-    step_errors: dict[str, list[float]] = {}
-    path_errors: dict[str, list[float]] = {}
-    for name, model in subjects.items():
-        step_errors[name], path_errors[name] = [], []
-        for before, after, (X, y) in zip(path, path[1:], _batches(data, len(path) - 1, f"{name}, steps")):
+    errors: dict[str, list[float]] = {name: [] for name in subjects}  # distance from the reference / length of the step
+    explained = []
+    mx.random.seed(SEED)
+    after = {name: _transposed(p.asnumpy()) for name, p in zip(LENET_NAMES, notebook.init_params())}
+    exact = Notebook(ctx, "float64")
+    order = np.random.default_rng(SEED).permutation(len(data.train_labels))[: steps * BATCH_SIZE]
+    made = batches(data.train_images, data.train_labels, BATCH_SIZE, order)
+    for X, y in log.progress(iterable=made, total=steps, desc=CHECK, unit="step"):
+        before = after
+        exact.load(before)
+        exact.step(X, y, LR)
+        after = {name: array.astype(np.float32) for name, array in read_arrays(exact).items()}
+        moved = distance(before, after)
+        explained.append(EPSILON * (math.sqrt(BATCH_SIZE * POSITIONS) + length(before) / moved))
+        for name, model in subjects.items():
             model.load(before)
             model.step(X, y, LR)
-            step_errors[name].append(distance(read_arrays(model, 1), after) / distance(before, after))
-        model.load(path[0])
-        for after, (X, y) in zip(path[1:], _batches(data, len(path) - 1, f"{name}, path")):
-            model.step(X, y, LR)
-            path_errors[name].append(distance(read_arrays(model, 1), after) / length(after))
-    step_limit, path_limit = limits(path, step_errors[NOTEBOOK], path_errors[NOTEBOOK])
-    return Drift(step_errors, step_limit, path_errors, path_limit, distance(path[0], path[-1]) / length(path[0]))
-
-
-def limits(path: list[State], notebook_steps: list[float], notebook_path: list[float]) -> tuple[float, float]:
-    """Compute (step_limit, path_limit) from the reference's path and the errors of the notebook's float32 code.
-
-    step_limit: `rounding`, or twice the notebook's error if that is larger, as on GPUs that round to TF32. path_limit:
-    FACTOR times the notebook's error, plus one ReLU flip in the longest step. The notebook's error is measured, because
-    how fast errors grow from step to step depends on the data and the processor.
-    """
-    expected = [rounding(before, after, BATCH_SIZE * POSITIONS) for before, after in zip(path, path[1:])]
-    longest = max(distance(before, after) for before, after in zip(path, path[1:]))
-    step_limit = max(np.median(expected), 2 * np.median(notebook_steps))
-    return float(step_limit), FACTOR * max(notebook_path) + RELU_FLIP * longest / length(path[0])
-
-
-def rounding(before: State, after: State, additions: int) -> float:
-    """The largest distance between two correct float32 steps, relative to the step's length.
-
-    Sums of n terms differ by about EPSILON * sqrt(n). Rounding the parameters moves them by at most EPSILON times their
-    Euclidean norm.
-    """
-    return EPSILON * (math.sqrt(additions) + length(before) / distance(before, after))
-
-
-def check(drift: Drift) -> Iterator[Finding]:
-    """Yields two findings for each implementation: one for single steps, one for all steps."""
-    for name in drift.step_errors:
-        if name == NOTEBOOK:
-            continue
-        median, largest = float(np.median(drift.step_errors[name])), max(drift.step_errors[name])
-        holds = median <= drift.step_limit and largest <= RELU_FLIP
-        figures = f"median error {median:.1e}, limit {drift.step_limit:.1e}; "
-        figures += f"largest {largest:.1e}, limit {RELU_FLIP:.1e}"
-        yield Finding(CHECK, f"{name}: each step matches the notebook's step", holds, figures)
-        steps, apart = len(drift.path_errors[name]), max(drift.path_errors[name])
-        figures = f"distance {apart:.1e}, limit {drift.path_limit:.1e}; the parameters moved {drift.moved:.1e}"
-        yield Finding(CHECK, f"{name}: {steps} steps end near the reference", apart <= drift.path_limit, figures)
+            errors[name].append(distance(read_arrays(model, 1), after) / moved)
+    limit = max(np.median(explained), 2 * np.median(errors.pop("notebook")))
+    for name, measured in errors.items():
+        median, largest = np.median(measured), max(measured)
+        figures = f"median error {median:.1e}, limit {limit:.1e}; largest {largest:.1e}, limit {RELU_FLIP:.1e}"
+        claim = f"{name}: each of {len(measured)} steps matches the notebook's step"
+        yield Finding(CHECK, claim, bool(median <= limit and largest <= RELU_FLIP), figures)
 
 
 def length(state: State) -> float:
@@ -150,13 +105,6 @@ def length(state: State) -> float:
 def distance(a: State, b: State) -> float:
     """The Euclidean distance over all parameters."""
     return length({name: a[name].astype(np.float64) - b[name] for name in a})
-
-
-def _batches(data: Dataset, steps: int, title: str) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yields the same batches for each implementation."""
-    order = np.random.default_rng(SEED).permutation(len(data.train_labels))[: steps * BATCH_SIZE]
-    made = batches(data.train_images, data.train_labels, BATCH_SIZE, order)
-    yield from log.progress(iterable=made, total=steps, desc=f"drift: {title}", unit="step")
 
 
 def _transposed(array: Any) -> Any:

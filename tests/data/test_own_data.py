@@ -57,34 +57,37 @@ def test_evaluate_refuses_other_data_and_labels_that_the_network_has_no_score_fo
     assert caught.value.name == "data_dir"
 
 
-def npz(folder, names=own_data.PARTS):
-    np.savez_compressed(folder / "data.npz", **dict(zip(names, ARRAYS)))
+def npz(folder, names=own_data.PARTS, arrays=ARRAYS):
+    np.savez_compressed(folder / "data.npz", **dict(zip(names, arrays)))
 
 
-def idx(folder, names=tiny.NAMES):
-    arrays = [array.astype(np.uint8) if array.ndim == 1 else array[:, 0] for array in ARRAYS]
+def idx(folder, names=tiny.NAMES, arrays=ARRAYS):
     for i, (name, array) in enumerate(zip(names, arrays)):
-        content = tiny._idx(array)
+        content = tiny._idx(array.astype(np.uint8) if array.ndim == 1 else array[:, 0])
         (folder / (name + ".gz" * (i % 2))).write_bytes(gzip.compress(content) if i % 2 else content)
 
 
 EMNIST = [f"emnist-letters-{name}".replace("t10k", "test") for name in tiny.NAMES]
+WRITERS = {
+    "npz": (npz, own_data.PARTS),
+    "keras": (npz, own_data.KERAS),
+    "idx": (idx, tiny.NAMES),
+    "emnist": (idx, EMNIST),
+}
 
 
-@pytest.mark.parametrize(
-    "write, arguments",
-    [(npz, ()), (npz, [own_data.KERAS]), (idx, ()), (idx, [EMNIST])],
-    ids=["npz", "npz with Keras's names", "idx", "idx with EMNIST's names"],
-)
-def test_a_folder_gives_the_arrays_that_were_written(write, arguments, tmp_path, monkeypatch):
-    write(tmp_path, *arguments)
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_folder_gives_the_arrays_that_were_written(kind, seed, tmp_path, monkeypatch):
+    rng, (write, names) = np.random.default_rng(seed), WRITERS[kind]
+    n, channels, height = rng.integers(1, 9, 3)
+    shape = (channels if write is npz else 1, height, rng.choice((2, 5, 6, 7)))  # not as if the channels were last
+    arrays = (*examples(n, seed, shape=shape), *examples(n + 2, seed + 1, shape=shape))
+    write(tmp_path, names, arrays)
     monkeypatch.setenv("GLUON_MGPU_DATA", str(tmp_path))
-    data = datasets.load("own", limit=120)
-    assert data.checksum() == datasets.load("own", tmp_path, limit=120).checksum()
-    channels = SHAPE[0] if write is npz else 1
-    expected = (ARRAYS[0][:120, :channels], ARRAYS[1][:120], ARRAYS[2][:, :channels], ARRAYS[3])
-    for found, array in zip(data[1:5], expected):
-        np.testing.assert_array_equal(found, array)
+    for found in (datasets.load("own"), datasets.load("own", tmp_path)):
+        for part, array in zip(found[1:5], arrays):
+            np.testing.assert_array_equal(part, array)
 
 
 def change(path, to):
@@ -148,6 +151,7 @@ def test_images_with_the_channels_last_are_moved_with_a_notice(shape, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_data_of_one_class_and_of_more_examples_than_the_built_in_sets_can_be_trained_with():
     images, labels = np.zeros((60002, 1, 1), np.uint8), np.zeros(60002, np.uint8)
     data = datasets.own(images, labels, images[:5], labels[:5])
