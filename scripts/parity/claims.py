@@ -20,7 +20,7 @@ from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import create_model
-from gluon_mgpu.training.step import extended
+from gluon_mgpu.training.step import assemble
 from gluon_mgpu.training.workers import Group
 from parity import Finding, bands, drift, examples
 
@@ -64,7 +64,7 @@ def shared_unevenly(ctx: list[Context], mnist: Dataset) -> Iterator[Finding]:
         before = read_arrays(one)
         shared.load(before)
         one.step(X, y, 0.2)
-        sizes = [losses.shape[0] for losses in extended(shared, Group())(X, y, 0.2)]
+        sizes = [losses.shape[0] for losses in assemble(shared, Group())(X, y, 0.2)]
         after = read_arrays(one)
         limit = drift.rounding(before, after, EXAMPLES * drift.POSITIONS)
         error = drift.distance(read_arrays(shared), after) / drift.distance(before, after)
