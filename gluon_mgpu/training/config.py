@@ -273,8 +273,7 @@ class Config:
     def __post_init__(self) -> None:
         """Raise UsageError if a number is not finite, or if two settings contradict each other."""
         for name, value in vars(self).items():
-            values = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(number, float) and not math.isfinite(number) for number in values):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(name, value, "must be finite")
         if not 1e-37 <= self.peak_lr <= 1e38:
             raise UsageError("lr", self.lr, "out of range after scaling to the batch size")
@@ -322,8 +321,10 @@ class Config:
             return
         works = [size for size in range(device_count, max(examples, device_count) + 1) if last(size) >= device_count]
         near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
-        advice = f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs one for each of "
-        advice += f"{device_count} devices; use {' or '.join(map(str, near)) or 'more data'}"
+        advice = (
+            f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs one for each of"
+        )
+        advice += f" {device_count} devices; use {' or '.join(map(str, near)) or 'more data'}"
         raise UsageError("batch_size", self.batch_size, advice)
 
     def changed(self, names: Iterable[str]) -> list[str]:

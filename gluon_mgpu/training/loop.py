@@ -192,8 +192,9 @@ def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:
     guessing = math.log(classes)  # the loss if every class has the same probability
     if abs(epoch.train_loss - guessing) < 0.01 * guessing and steps >= PLATEAU_STEPS:
         log.say(
-            f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: with small initial weights, this is normal "
-            f"for a few hundred steps; later, check that each image keeps its label, and try a larger {setting('lr')}"
+            f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: with small initial weights, this is "
+            f"normal for a few hundred steps; after that, check that each image keeps its label, and try a larger "
+            f"{setting('lr')}"
         )
 
 

@@ -103,8 +103,8 @@ class UnsavedArrays:
         now = {n: zlib.crc32(b"".join(_contents(value))) for n, value in vars(self.lesson).items() if n[:2] != "__"}
         if changed := sorted(name for name in now if self.before.get(name, now[name]) != now[name]):
             log.say(
-                f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run does not restore; "
-                "to save arrays, define state(device) (docs/training.md)"
+                f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run does not "
+                "restore; to save arrays, define state(device) (docs/training.md)"
             )
         self.before = now
 
