@@ -56,7 +56,8 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     if device not in DEVICES:
         raise UsageError("device", device, f"must be one of {', '.join(DEVICES)}")
     indices = parse(gpus)
-    startup.configure(len(indices))
+    # A Python program may use several contexts later, and could not change the number of threads then.
+    startup.configure(len(indices) if len(indices) > 1 or errors.in_command() else None)
     import mxnet as mx
 
     count = mx.context.num_gpus() if device != "cpu" else 0
@@ -124,6 +125,10 @@ def say_if_no_gpu(ctx: list[Context], device: str) -> None:
 
     if device == "auto" and mx.context.num_gpus() == 0:
         log.say(f"training on {len(ctx)} CPU context{'s'[: len(ctx) > 1]}, because {_why_no_gpu()}")
+    could_be_faster = startup.openmp_threads() == 1 < startup.cores() and not errors.in_command()
+    if could_be_faster and ctx == [mx.cpu(0)] and log.size() in (None, 1):
+        advice = "call gluon_mgpu.configure(contexts=1) first to use all cores for one context, but then for no second"
+        log.say(f"one CPU context uses 1 thread, so that this program can also train on several; {advice}")
 
 
 def _why_no_gpu() -> str:

@@ -78,6 +78,11 @@ def command(words: str) -> str:
     return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
 
 
+def in_command() -> bool:
+    """Whether one of this package's commands is running, not a user's Python program."""
+    return _running_command() is not None
+
+
 def shows_tracebacks() -> bool:
     """Whether a user's Python program is running, or a command with --debug."""
     context = _running_command()

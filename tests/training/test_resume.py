@@ -24,7 +24,7 @@ from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
-EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
+EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, **STEP}
 
 
 def with_dropout():
@@ -75,7 +75,7 @@ def feedback_lesson(folder):
 # {name: the lesson and the settings of a run}
 RUNS = {
     "scratch": ("scratch", {}),
-    "extras": ("scratch", EXTRAS),
+    "shares": ("scratch", {"shares": (3, 1), **STEP}),
     "highlevel": ("highlevel", EXTRAS),
     "dropout": ("highlevel", {"model": "dropout"}),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
@@ -142,7 +142,7 @@ def begun(two_epochs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, at_steps", [*((name, [7, 6, 7]) for name in RUNS), *(("extras", [n]) for n in (1, 10, 30))]
+    "name, at_steps", [*((name, [7, 6, 7]) for name in RUNS), *(("highlevel", [n]) for n in (1, 10, 30))]
 )
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
@@ -157,7 +157,7 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
 
 
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
-    train("scratch", momentum=0.9, out=tmp_path)
+    train("sharded", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
     for i, name in enumerate(networks.LENET_NAMES):
         np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
@@ -169,6 +169,21 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
     assert ("velocities" in capsys.readouterr().err) != has_state
 
 
+LAZY = "{device: nd.ones(2)} if len(calls) > 2 else {}"  # 2 calls: before the first step, one for each device
+
+
+@pytest.mark.parametrize("argument", ["device", ""])
+@pytest.mark.parametrize("returned", ["None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}", LAZY])
+def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_the_function(argument, returned, tmp_path):
+    path, kept = tmp_path / "own.py", f"calls.append(0) or ({returned})"
+    code = f"import numpy as np\n\ncalls = []\n\n\ndef state({argument}):\n    return {kept}\n"
+    path.write_text(f"{Path(scratch.__file__).read_text()}\n\n{code}")
+    with pytest.raises(UsageError) as caught:
+        train(str(path), out=tmp_path / "run", epochs=1)
+    assert f"{path}: state" in str(caught.value) and "\n" not in str(caught.value)
+    assert not exists(tmp_path / "run")
+
+
 def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
     train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
     with pytest.raises(Error):
@@ -176,9 +191,10 @@ def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
-    reconfigure(begun, numpy="1.0", temperature=3, gamma=0.5)  # gamma was recorded without a schedule, too
+    reconfigure(begun, numpy="1.0", temperature=3, grad_accum_steps=1, max_grad_norm=0.5)
     train(resume=begun, epochs=3)
-    assert "numpy" in (said := capsys.readouterr().err) and "temperature" in said
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("numpy", "temperature", "max_grad_norm")) and "grad_accum" not in said
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
 
 
@@ -190,13 +206,12 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert config(begun).epochs == 3
 
 
-def test_a_run_that_an_earlier_version_recorded_is_resumed_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_version_0_1_0_recorded_is_resumed_with_the_same_bits_and_without_a_notice(whole, tmp_path, capsys):
     interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("image_dtype", "image_range", "classes", "running_stats"):
-        del config[name]
-    resave(tmp_path, config={**config, "kvstore": "dist_sync", "compress": None, "workers": 2, "version": "0.2.0"})
+    reconfigure(tmp_path, grad_accum_steps=1, max_grad_norm=None)
+    capsys.readouterr()
     train("highlevel", resume=tmp_path, **EXTRAS)
+    assert capsys.readouterr().err.count("gluon_mgpu: ") == 1  # that it is resumed
     np.testing.assert_equal(results(tmp_path), whole["highlevel"])
 
 
@@ -240,7 +255,7 @@ def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are
     reconfigure(begun, epochs=4)
     monkeypatch.setattr(loop, "fit", lambda run, setup, group: (setup.config, setup.model.ctx))
     found, ctx = training(resume=begun, **given)
-    expected = Config(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
+    expected = Config(**Config.parse({"gpus": 2, "device": "cpu", "epochs": 4, **given}))
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
     assert ctx == [mx.cpu(index) for index in expected.gpus]
 

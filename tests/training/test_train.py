@@ -203,19 +203,17 @@ def works(batch_size, examples, need):
     return all(min(batch_size, examples - start) >= need for start in range(0, examples, batch_size))
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 2])
-def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_that_work(grad_accum_steps):
+def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_that_work():
     for examples, devices, batch_size in itertools.product(range(1, 25), range(1, 5), range(1, 27)):
-        need = devices * grad_accum_steps
-        config = Config(batch_size=batch_size, grad_accum_steps=grad_accum_steps)
-        if works(batch_size, examples, need):
+        config = Config(batch_size=batch_size)
+        if works(batch_size, examples, devices):
             config.check_batch_size(examples, devices)
             continue
         with pytest.raises(UsageError) as caught:
             config.check_batch_size(examples, devices)
         offered = re.findall(r"\d+", str(caught.value).split("; use ")[1])
-        assert bool(offered) == (examples >= need)
-        assert all(works(int(size), examples, need) for size in offered), (examples, devices, batch_size)
+        assert bool(offered) == (examples >= devices)
+        assert all(works(int(size), examples, devices) for size in offered), (examples, devices, batch_size)
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
@@ -299,7 +297,7 @@ INVALID += [{"out": "x" * 300}, {"data_dir": "a/" + "x" * 300}, {"gamma": 0.5}]
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     with pytest.raises(UsageError) as caught:
-        Config(**wrong)
+        Config(**Config.parse(wrong))
     assert caught.value.name == next(iter(wrong)) and "\n" not in str(caught.value)
 
 
@@ -334,15 +332,11 @@ def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
     options = dict(recipes.RECIPES[name].options)
     assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
     assert str(options["gpus"]) in name
-    assert len(recipes.RECIPES[name].test_accuracy) in (0, Config(**options).epochs)
+    assert len(recipes.RECIPES[name].test_accuracy) in (0, Config(**Config.parse(options)).epochs)
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_a_loss_like_that_of_guessing_is_a_plateau_only_if_the_scores_tell_classes_apart(is_reversed, capsys):
-    def train_batch(X, y, *others):
-        return scratch.train_batch(X, y[::-1] if is_reversed else y, *others)
-
-    lesson = lessons.load("scratch", train_batch=train_batch)
-    train(lesson, batch_size=16, lr=0.1, epochs=1, dataset="synthetic", limit=1600, seed=1, device="cpu")
-    [said] = [line for line in capsys.readouterr().err.splitlines() if "guessing" in line]
-    assert ("plateau" in said) != is_reversed
+def test_a_loss_like_that_of_guessing_is_reported(capsys):
+    train(batch_size=2, lr=1e-6, limit=100)
+    assert "guessing" in capsys.readouterr().err
+    train(batch_size=2, lr=0.05, limit=1000)
+    assert "guessing" not in capsys.readouterr().err

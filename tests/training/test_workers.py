@@ -26,8 +26,7 @@ from gluon_mgpu.training.models import create_model
 pytestmark = runs.needs_mpi
 
 SYNTHETIC = {"dataset": "synthetic", "batch_size": 64, "lr": 0.2, "seed": 3, "epochs": 1, "device": "cpu"}
-EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 0.5, "grad_accum_steps": 2}
-CASES = [("scratch", {}), ("scratch", EXTRAS), ("highlevel", EXTRAS)]
+CASES = [("scratch", {}), ("highlevel", {"momentum": 0.9, "weight_decay": 0.001})]
 # A program of a user, which trains several times.
 PROGRAM = """
 import json, sys
@@ -134,7 +133,7 @@ def lenet(X, params):
 with workers.join("mpi") as group:
     ctx = devices.contexts(1, "cpu")
     model = create_model(load("scratch", lenet=lenet), ctx)
-    allreduce, sizes = group.allreduce, []
+    allreduce, sizes = group.all_reduce, []
 
     def noted(array):
         if array.size > 1:
@@ -142,8 +141,8 @@ with workers.join("mpi") as group:
             begun.set()
         return allreduce(array)
 
-    group.allreduce = noted
-    step.extended(model, group)(nd.ones((8, 1, 28, 28)), nd.zeros(8), 0.1)
+    group.all_reduce = noted
+    step.assemble(model, group)(nd.ones((8, 1, 28, 28)), nd.zeros(8), 0.1)
     nd.waitall()
     if not group.rank:
         say(sizes == [array.size for array in reversed(list(model.arrays().values()))])
@@ -179,6 +178,8 @@ def cwd(tmp_path_factory):
     update = "        nd.sgd_update("
     code = (ROOT / "gluon_mgpu/scratch.py").read_text().replace(update, f"        p += time() % 1 * 1e-3\n{update}")
     (folder / "apart.py").write_text(code)  # the workers read different times
+    state = "\nimport os\n\n\ndef state(device):\n    return {'v': nd.ones(1 + int(os.environ['PMI_RANK']))}\n"
+    (folder / "state.py").write_text(Path(scratch.__file__).read_text() + state)
     data = datasets.load("synthetic", None, 100, 3)
     content = {"train_images": data.train_images, "test_images": data.test_images, "test_labels": data.test_labels}
     (folder / "other").mkdir()
@@ -191,11 +192,16 @@ OWN = command(dataset="own", data_dir="data.npz", limit=100)
 FAILURES = {  # the workers that mpiexec starts, the exit status, and the only error
     "a lesson, in one worker": ([(2, *command(impl="one.py"))], 1, "worker 1: .*one.py, line .*no room"),
     "a lesson": ([(2, *command(impl="all.py"))], 1, r"\S*all.py, line .*no room"),
-    "other options, in one worker": ([(1, *command()), (1, *command(max_grad_norm=1))], 2, "worker 1: --max-grad-norm"),
+    "other options, in one worker": ([(1, *command()), (1, *command(schedule="cosine"))], 2, "worker 1: --schedule"),
     "an invalid option, in one worker": ([(1, *command()), (1, *command(lr=-1))], 2, "worker 1: .*--lr"),
     "an invalid option": ([(2, *command(lr=-1))], 2, "Invalid .*--lr"),
     "missing data, in one worker": ([(1, *OWN), (1, "-wdir", "/", *OWN)], 2, "worker 1: --data-dir"),
     "other data, in one worker": ([(1, *OWN), (1, "-wdir", "other", *OWN)], 2, "worker 1: .*checksum"),
+    "a state that differs between workers": (
+        [(2, *command(impl="state.py"))],
+        2,
+        "worker 1: .*state.py: state's array 0/v is .* in worker 1, but .* in worker 0",
+    ),
     "sharded": ([(2, *command(impl="sharded"))], 2, "--kvstore mpi: .*sharded"),
     "no --kvstore": ([(2, *TRAIN)], 2, "--kvstore local: "),
 }
