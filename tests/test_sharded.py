@@ -132,9 +132,7 @@ ZERO_1, ZERO_3 = ({"impl": "sharded", "zero": zero} for zero in (1, 3))
 HIGHLEVEL = {"impl": "highlevel"}
 
 
-@pytest.mark.parametrize(
-    "first, then", [(HIGHLEVEL, ZERO_3), (ZERO_3, ZERO_1), (ZERO_3, HIGHLEVEL)], ids=str
-)
+@pytest.mark.parametrize("first, then", [(HIGHLEVEL, ZERO_3), (ZERO_3, ZERO_1), (ZERO_3, HIGHLEVEL)], ids=str)
 def test_another_lesson_or_stage_of_zero_continues_a_run(first, then, expected, tmp_path):
     run(tmp_path / "run", devices=2, **first)
     found = run(tmp_path / "run", devices=3, epochs=2, **then)

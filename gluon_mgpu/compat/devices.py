@@ -126,7 +126,7 @@ def say_if_no_gpu(ctx: list[Context], device: str) -> None:
     if device == "auto" and mx.context.num_gpus() == 0:
         log.say(f"training on {len(ctx)} CPU context{'s'[: len(ctx) > 1]}, because {_why_no_gpu()}")
     could_be_faster = startup.openmp_threads() == 1 < startup.cores() and not errors.in_command()
-    if could_be_faster and ctx == [mx.cpu(0)] and log.size() in (None, 1):
+    if could_be_faster and len(ctx) == 1 and ctx[0].device_type == "cpu" and log.size() in (None, 1):
         advice = "call gluon_mgpu.configure(contexts=1) first to use all cores for one context, but then for no second"
         log.say(f"one CPU context uses 1 thread, so that this program can also train on several; {advice}")
 

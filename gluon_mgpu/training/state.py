@@ -76,10 +76,10 @@ class LessonState:
                 raise UsageError(None, self.name, "it must take one argument, the index of a device") from None
             returned = self.lesson.state(device)
             if not isinstance(returned, dict):
-                raise UsageError(None, self.name, f"it returned {returned!r:.60}; {EXAMPLE}")
+                raise UsageError(None, self.name, f"it returned {type(returned).__name__}; {EXAMPLE}")
             for name, array in returned.items():
                 if not isinstance(array, NDArray):
-                    raise UsageError(None, self.name, f"{name!r} is {array!r:.60}; {EXAMPLE}")
+                    raise UsageError(None, self.name, f"{name!r} is {type(array).__name__}; {EXAMPLE}")
                 arrays[f"{device}/{name}"] = array
         return arrays
 

@@ -117,15 +117,22 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+class Whole(dict):
+    """{name: results of the run of RUNS that nothing interrupted}, which is trained when it is needed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __missing__(self, name):
+        impl, options = RUNS[name]
+        train(impl, out=self.folder / name, **options)
+        self[name] = results(self.folder / name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Results of RUNS that nothing interrupted."""
-    found = {}
-    for name, (impl, options) in RUNS.items():
-        out = tmp_path_factory.mktemp("whole")
-        train(impl, out=out, **options)
-        found[name] = results(out)
-    return found
+    return Whole(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +149,12 @@ def begun(two_epochs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, at_steps", [*((name, [7, 6, 7]) for name in RUNS), *(("highlevel", [n]) for n in (1, 10, 30))]
+    "name, at_steps",
+    [
+        ("highlevel", [7, 6, 7]),
+        *(pytest.param(name, [7, 6, 7], marks=pytest.mark.slow) for name in RUNS if name != "highlevel"),
+        *(pytest.param("highlevel", [n], marks=pytest.mark.slow) for n in (1, 10, 30)),
+    ],
 )
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
@@ -156,6 +168,7 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
     np.testing.assert_equal(results(tmp_path), whole[name])
 
 
+@pytest.mark.slow
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
     train("sharded", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
@@ -174,7 +187,9 @@ LAZY = "{device: nd.ones(2)} if len(calls) > 2 else {}"  # 2 calls: before the f
 
 @pytest.mark.parametrize("argument", ["device", ""])
 @pytest.mark.parametrize("returned", ["None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}", LAZY])
-def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_the_function(argument, returned, tmp_path):
+def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_the_function(
+    argument, returned, tmp_path
+):
     path, kept = tmp_path / "own.py", f"calls.append(0) or ({returned})"
     code = f"import numpy as np\n\ncalls = []\n\n\ndef state({argument}):\n    return {kept}\n"
     path.write_text(f"{Path(scratch.__file__).read_text()}\n\n{code}")
@@ -184,6 +199,7 @@ def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_t
     assert not exists(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
     train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
     with pytest.raises(Error):
@@ -198,6 +214,7 @@ def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, c
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     train(resume=begun, epochs=2)
     assert "epochs=3" in capsys.readouterr().err
@@ -237,12 +254,14 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_epochs_are_reduced_to_the_finished_ones_keeps_that_number(begun):
     reconfigure(begun, epochs=10)
     train(resume=begun, epochs=2)
     assert len(training(resume=begun)) == config(begun).epochs == 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
     killed(devices=3, resume=begun, epochs=5)
     assert (config(begun).epochs, config(begun).gpus) == (5, (0, 1, 2))
@@ -296,6 +315,7 @@ def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
     train(resume=begun, epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged(exists, begun, tmp_path):
     victims = tmp_path / "victims"

@@ -72,7 +72,9 @@ def numpy_steps(momentum=0.0, weight_decay=0.0, **_):
     return params, velocities, losses, moved
 
 
-@pytest.mark.parametrize("module, settings", [(scratch, "none"), (scratch, "shares"), *((highlevel, s) for s in EXTRAS)])
+@pytest.mark.parametrize(
+    "module, settings", [(scratch, "none"), (scratch, "shares"), *((highlevel, s) for s in EXTRAS)]
+)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(module, devices, settings):
     settings = EXTRAS[settings]
