@@ -14,7 +14,6 @@ from mxnet import Context, autograd, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import scratch
-from gluon_mgpu.data.splitting import split_batch
 from gluon_mgpu.scratch import Params
 from gluon_mgpu.support.errors import UsageError
 
@@ -106,7 +105,8 @@ def train_batch_network(
     for params in device_params:
         for p in params:
             p.attach_grad("add")  # new zero gradients; each micro-batch adds to them
-    losses = [forward_backward_network(device_params, *part, ctx) for part in split_batch(X, y, micro_batches)]
+    Xs, ys = (scratch.split_and_load(array, [array.context] * micro_batches) for array in (X, y))
+    losses = [forward_backward_network(device_params, X_part, y_part, ctx) for X_part, y_part in zip(Xs, ys)]
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return losses

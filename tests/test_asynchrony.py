@@ -85,6 +85,7 @@ def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product()
     assert held_back(INDEPENDENT, seconds=1, MXNET_CPU_TEMP_COPY="64") == "False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, overlaps", [("run_at_once", True), ("run_one_after_another", False)])
 def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(function, overlaps, tmp_path):
     setup = f"""

@@ -133,6 +133,7 @@ PIPELINE = """
 """
 
 
+@pytest.mark.slow
 def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_batches(tmp_path):
     operators = ("Convolution", "ImperativeBulk")  # one runs in the forward pass, one in the backward pass
     assert overlap(PIPELINE.format(1), operators, tmp_path) == 0

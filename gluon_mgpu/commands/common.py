@@ -140,6 +140,7 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
         for name in reversed(names or tuple(SETTINGS)):
             default, declared = getattr(Config, name), SETTINGS[name]
             how = {"type": declared.type, "help": declared.help, "group": declared.group, "metavar": declared.metavar}
+            how["show_default"] = name in changes or declared.show_default
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
                 flag += f"/--no-{flag[2:]}"

@@ -12,7 +12,8 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import folder as folders
 from gluon_mgpu.training import recipes
-from gluon_mgpu.training.train import train as train_lesson
+from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.train import Request, run_training
 
 
 @common.command(
@@ -41,9 +42,9 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
     if recipe and options["resume"] is not None:
         raise UsageError("recipe", recipe, f"cannot be combined with {setting('resume')}: a run has its own settings")
     if recipe:
-        given = {**recipes.RECIPES[recipe].options, **given}
+        given = {**Config.parse(recipes.RECIPES[recipe].options), **given}
     try:
-        train_lesson(**given)
+        run_training(Request(given))
     except OSError as error:
         if error.filename is not None:
             raise

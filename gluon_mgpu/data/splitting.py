@@ -1,8 +1,8 @@
-"""Splits batches: into shards for devices or workers, and into parts for gradient accumulation."""
+"""Splits batches into shards for devices or workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,6 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
         chosen = max((i for i in range(parts) if sizes[i] + change >= 1), key=lambda i: change * (exact[i] - sizes[i]))
         sizes[chosen] += change
     return sizes
-
-
-def split_batch(X: NDArray, y: NDArray, parts: int) -> Iterator[tuple[NDArray, NDArray]]:
-    """Split a batch in host memory into up to `parts` parts of nearly equal size. Yields (X, y) for each part."""
-    sizes = shard_sizes(X.shape[0], min(parts, X.shape[0]))
-    for size, end in zip(sizes, accumulate(sizes)):
-        yield X[end - size : end], y[end - size : end]
 
 
 def split(data: NDArray, ctx: list[Context], shares: Sequence[float] | None = None) -> list[NDArray]:

@@ -17,11 +17,13 @@ import numpy as np
 from gluon_mgpu.support import files
 from gluon_mgpu.support.errors import Error
 
+Arrays = dict[str, np.ndarray]
 METADATA = "facts.json"
+STATE = "state/"  # an array that the lesson itself keeps is called STATE, then WORKER/DEVICE/NAME
 DIGEST = 64  # length of a SHA-256 in hexadecimal
 
 
-def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
+def save(path: str | Path, arrays: Arrays, metadata: dict[str, Any]) -> None:
     """Write a checkpoint. metadata: a dict that JSON can represent."""
     packed = io.BytesIO()
     if "file" in arrays:  # an argument of np.savez
@@ -35,7 +37,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, An
     files.write_whole(path, lambda file: file.write(content + digest))
 
 
-def load(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def load(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
     """Read a checkpoint. Returns (arrays, metadata). Raises Error if the file is missing, damaged or unreadable."""
     try:
         content = files.read(path)

@@ -30,42 +30,16 @@ LESSONS = ("scratch", "highlevel", "sharded")
 COPIED = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
 
 
-class Integer(click.IntRange):
-    """Also takes integers from Python, but no bool and no fraction."""
-
-    name = "integer"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (str, numbers.Integral)):
-            self.fail(f"{value!r} is not a valid integer.", param, ctx)
-        return super().convert(value, param, ctx)  # type: ignore[arg-type]
-
-
-class Number(click.FloatRange):
-    """Also takes numbers from Python, but no bool, infinity or NaN."""
-
-    name = "float"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (str, numbers.Real)):
-            self.fail(f"{value!r} is not a valid float.", param, ctx)
-        number = super().convert(value, param, ctx)  # type: ignore[arg-type]
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return number
-
-
 class Numbers(click.ParamType):
     """Numbers separated by commas or, from Python, in a sequence."""
 
     name = "numbers"
 
-    def __init__(self, of: Integer | Number) -> None:
+    def __init__(self, of: click.ParamType) -> None:
         self.of = of
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(self.of.convert(part, param, ctx) for part in parts)
+        return tuple(_convert(self.of, part) for part in (value.split(",") if isinstance(value, str) else value))
 
 
 class Indices(click.ParamType):
@@ -91,16 +65,15 @@ class Word(click.types.StringParamType):
 
 
 FOLDER = Location(file_okay=False)
-COUNT = Integer(1, MOST)
-FRACTION = Number(0, 1, max_open=True)
+COUNT = click.IntRange(1, MOST)
+FRACTION = click.FloatRange(0, 1, max_open=True)
 
 
 class Setting(NamedTuple):
     """How a setting is declared. type: checks and converts values, on the command line and from Python.
 
-    group: the heading in --help. lessons: those, and their copies, that have the setting. extended: the lessons whose
-    own `train_batch` lacks it; `step.extended` has it. resumable: whether a resumed run may change it. recorded:
-    whether the run's folder keeps it.
+    group: the heading in --help. lessons: those, and their copies, that have the setting. resumable: whether a resumed
+    run may change it. recorded: whether the run's folder keeps it. show_default: how --help shows the default.
     """
 
     type: click.ParamType
@@ -108,9 +81,9 @@ class Setting(NamedTuple):
     group: str = "Training"
     metavar: str | None = None
     lessons: Sequence[str] = LESSONS
-    extended: Sequence[str] = ()
     resumable: bool = False
     recorded: bool = True
+    show_default: bool | str = True
 
 
 def declare(default: Any, *args: Any, **options: Any) -> Any:
@@ -132,21 +105,22 @@ class Config:
         f"{'|'.join(LESSONS)}|FILE.py",
         resumable=True,
     )
-    gpus: Any = declare(
-        1,
+    gpus: tuple[int, ...] = declare(
+        (0,),
         Indices(),
         "Number of devices, such as 2, or their indices, such as 0,2.",
         "Devices",
         "N|I,J,...",
         resumable=True,
         recorded=False,
+        show_default="1",
     )
     batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
-    lr: float = declare(0.2, Number(1e-37, 1e38), "Learning rate.")  # the range of float32
+    lr: float = declare(0.2, click.FloatRange(1e-37, 1e38), "Learning rate.")  # the range of float32
     epochs: int = declare(4, COUNT, "Number of passes through the training set.", resumable=True)
     seed: int | None = declare(
         None,
-        Integer(0, MOST),
+        click.IntRange(0, MOST),
         "Seed for the initial parameters, shuffling and synthetic data. With the same seed, kind of CPU and "
         "number of threads, runs on CPU are bit-for-bit identical. Default: a random seed.",
     )
@@ -214,21 +188,17 @@ class Config:
     milestones: tuple[int, ...] = declare(
         (), Numbers(COUNT), "Epochs after which --schedule step changes the learning rate.", metavar="E,F,..."
     )
-    gamma: float = declare(0.1, Number(0, 1, min_open=True, max_open=True), "Factor for --schedule step.")
+    gamma: float = declare(0.1, click.FloatRange(0, 1, min_open=True, max_open=True), "Factor for --schedule step.")
     warmup_epochs: float = declare(
         0.0,
-        Number(0, MOST),
+        click.FloatRange(0, MOST),
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
     )
-    momentum: float = declare(0.0, FRACTION, "SGD momentum, such as 0.9.", extended=("scratch",))
+    momentum: float = declare(
+        0.0, FRACTION, "With highlevel and sharded: SGD momentum, such as 0.9.", lessons=("highlevel", "sharded")
+    )
     weight_decay: float = declare(
-        0.0, FRACTION, "Weight decay for all parameters, such as 0.0005.", lessons=COPIED, extended=("scratch",)
-    )
-    max_grad_norm: float | None = declare(
-        None, Number(1e-30, 1e30), "Limit the norm of the batch's mean gradient to X.", lessons=COPIED, extended=COPIED
-    )
-    grad_accum_steps: int = declare(
-        1, COUNT, "Compute the gradient of each batch in N parts, to save memory.", lessons=COPIED, extended=COPIED
+        0.0, FRACTION, "With highlevel: weight decay for all parameters, such as 0.0005.", lessons=("highlevel",)
     )
     device: str = declare(
         "auto",
@@ -240,17 +210,16 @@ class Config:
     )
     shares: tuple[float, ...] | None = declare(
         None,
-        Numbers(Number(0, 1e9, min_open=True)),
+        Numbers(click.FloatRange(0, 1e9, min_open=True)),
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
         lessons=COPIED,
-        extended=COPIED,
         resumable=True,
     )
     zero: int = declare(
         0,
-        Integer(0, 3),
+        click.IntRange(0, 3),
         "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
         "Devices",
         lessons=("sharded",),
@@ -283,31 +252,29 @@ class Config:
         recorded=False,
     )
 
-    def __post_init__(self) -> None:
-        for name, value in self.convert(vars(self)).items():
-            object.__setattr__(self, name, value)
-        self._check_combinations()
-
     @classmethod
-    def convert(cls, options: dict[str, Any]) -> dict[str, Any]:
+    def parse(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Convert each option to its type. Raises UsageError for an unknown name or an invalid value."""
-        checked = {}
+        parsed = {}
         for name, value in options.items():
             if name not in SETTINGS:
                 raise UsageError(name, value, "no such setting")
             default = getattr(cls, name)
             if value is not None or default is not None:
                 try:
-                    value = SETTINGS[name].type.convert(value, None, None)
+                    value = _convert(SETTINGS[name].type, value)
                 except click.BadParameter as error:
                     raise UsageError(name, value, error.message.rstrip(".")) from None
-                except (AttributeError, TypeError, ValueError):
+                except (AttributeError, OverflowError, TypeError, ValueError):
                     raise UsageError(name, value, "has the wrong type") from None
-            checked[name] = None if value == () and default is None else value
-        return checked
+            parsed[name] = None if value == () and default is None else value
+        return parsed
 
-    def _check_combinations(self) -> None:
-        """Raise UsageError if two settings contradict each other."""
+    def __post_init__(self) -> None:
+        """Raise UsageError if a number is not finite, or if two settings contradict each other."""
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(name, value, "must be finite")
         if not 1e-37 <= self.peak_lr <= 1e38:
             raise UsageError("lr", self.lr, "out of range after scaling to the batch size")
         if self.warmup_epochs >= self.epochs:
@@ -343,21 +310,21 @@ class Config:
         return self.peak_lr
 
     def check_batch_size(self, examples: int, device_count: int) -> None:
-        """Raise UsageError if a step, also the last one of an epoch, has fewer examples than it needs: one for each
-        device, in each part of the batch. device_count: number of devices of all workers."""
-        need = device_count * self.grad_accum_steps
+        """Raise UsageError if a step, also the last one of an epoch, has fewer examples than devices. device_count:
+        number of devices of all workers."""
 
         def last(batch_size: int) -> int:
             return examples % batch_size or min(batch_size, examples)
 
-        if min(self.batch_size, last(self.batch_size)) >= need:
-            return
-        works = [size for size in range(need, max(examples, need) + 1) if last(size) >= need]
-        near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
-        parts = f" in each of {self.grad_accum_steps} parts" if self.grad_accum_steps > 1 else ""
         rest = last(self.batch_size)
-        advice = f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs {need} "
-        advice += f"(one for each device{parts}); use {' or '.join(map(str, near)) or 'more data'}"
+        if min(self.batch_size, rest) >= device_count:
+            return
+        works = [size for size in range(device_count, max(examples, device_count) + 1) if last(size) >= device_count]
+        near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
+        advice = (
+            f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs one for each of"
+        )
+        advice += f" {device_count} devices; use {' or '.join(map(str, near)) or 'more data'}"
         raise UsageError("batch_size", self.batch_size, advice)
 
     def changed(self, names: Iterable[str]) -> list[str]:
@@ -368,16 +335,12 @@ class Config:
         """These settings, but with the defaults of the named ones."""
         return dataclasses.replace(self, **{name: getattr(Config, name) for name in names})
 
-    def needs_extended_step(self, lesson: str) -> bool:
-        """Whether the `train_batch` of this lesson, or of a copy of it, lacks one of these settings."""
-        return bool(self.changed(name for name in SETTINGS if lesson in SETTINGS[name].extended))
-
     def recorded(self) -> dict[str, Any]:
         """The settings that a run records. Its devices are recorded as contexts, not as settings."""
         return {name: value for name, value in vars(self).items() if name in RECORDED}
 
     def resumed(self, given: dict[str, Any]) -> Config:
-        """The settings of a resumed run. self: the recorded settings. given: those that the user passed, checked.
+        """The settings of a resumed run. self: the recorded settings. given: those that the user passed, parsed.
 
         Raises UsageError if a given setting differs from the recorded one, and is not one that may change.
         """
@@ -399,6 +362,15 @@ class Config:
                 raise
             advice = f"does not fit the run's {setting(str(error.name))} {shown(error.value)}"
             raise UsageError("epochs", given["epochs"], advice) from None
+
+
+def _convert(kind: click.ParamType, value: Any) -> Any:
+    """Convert a text, as click does, or a value from Python, where click would make 1 of True and 64 of 64.5."""
+    is_integer, is_number = isinstance(kind, click.IntRange), isinstance(kind, (click.IntRange, click.FloatRange))
+    is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    if (is_number and isinstance(value, bool)) or (is_integer and is_fraction):
+        raise click.BadParameter(f"{value!r} is not a valid {'integer' if is_integer else 'number'}")
+    return kind.convert(value, None, None)
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in dataclasses.fields(Config)}

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from gluon_mgpu import __version__
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support import files, log
 from gluon_mgpu.support.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training.checkpoint import STATE, Arrays
 from gluon_mgpu.training.config import MOST, RECORDED, SETTINGS, Config
 from gluon_mgpu.training.workers import Group
 
 if TYPE_CHECKING:
     from gluon_mgpu.training.model import Model
+    from gluon_mgpu.training.state import LessonState
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
@@ -37,11 +37,9 @@ CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "
 CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
 DATA = ("data", "data_checksum", "image_shape", "image_dtype", "image_range", "classes", "running_stats")
 DETAILS = {*CHANGEABLE, *DATA}
+FORMER = {"grad_accum_steps": 1, "max_grad_norm": None}  # settings that version 0.1.0 recorded, and their defaults
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
-STATE = "state/"  # in checkpoints, an array that the lesson itself keeps is STATE, then WORKER/DEVICE/NAME
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
-
-Arrays = dict[str, np.ndarray]
 
 
 class Epoch(NamedTuple):
@@ -113,7 +111,7 @@ class RunFolder:
     def configure(self, given: dict[str, Any]) -> Config:
         """The settings of this run, which are the recorded ones if it is resumed. Says that a run is resumed.
 
-        given: the settings that the user passed, as `Config.convert` returns them. Raises UsageError if they are
+        given: the settings that the user passed, as `Config.parse` returns them. Raises UsageError if they are
         invalid, or contradict the recorded ones.
         """
         if self.recorded is None:
@@ -152,11 +150,9 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def begin(self, config: Config, details: dict[str, Any], arrays: Arrays) -> None:
-        """Create and lock the folder, when training begins.
-
-        config: the settings. details: what to record besides them. arrays: of the checkpoint, as in `Model.arrays`.
-        """
+    def begin(self, config: Config, details: dict[str, Any]) -> None:
+        """Create and lock the folder, when training begins. config: the settings. details: what to record besides
+        them."""
         details = json.loads(json.dumps({**details, "version": __version__}))  # the form that `read` returns
         settings = json.loads(json.dumps(config.recorded()))
         if self.recorded is not None:
@@ -175,22 +171,17 @@ class RunFolder:
             option = setting("out" if self.recorded is None else "resume", self.folder)
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         self.lock()
-        if self.recorded is not None:
-            self.save(arrays)  # so that the next resume uses the new configuration
 
-    def load(self, model: Model, group: Group | None = None) -> None:
-        """Give a resumed run's model the arrays of the checkpoint. Raises Error if they do not match the network or the
-        lesson.
-
-        group: the workers, which also get the lesson's own state; None: without it.
-        """
+    def load(self, model: Model, state: LessonState | None = None) -> None:
+        """Give a resumed run's model the arrays of the checkpoint and, with `state`, the lesson its own arrays. Raises
+        Error if they do not match the network or the lesson."""
         arrays, self.arrays = self.arrays or {}, None
-        state = {name: array for name, array in arrays.items() if name.startswith(STATE)}
+        own = {name: array for name, array in arrays.items() if name.startswith(STATE)}
         try:
             if arrays:
-                model.load({name: array for name, array in arrays.items() if name not in state})
-            if group and self.recorded:
-                _load_state(state, model, group)
+                model.load({name: array for name, array in arrays.items() if name not in own})
+            if state and self.recorded:
+                state.load(own)
         except Error as error:
             raise Error(f"{self.folder}: {error}") from None
 
@@ -255,10 +246,12 @@ def open_run(options: dict[str, Any], group: Group) -> Iterator[RunFolder]:
     """Open a new run, or the one to resume; all workers use worker 0's run. Its folder stays locked inside the `with`
     block.
 
-    options: as `Config.convert` returns them. Raises UsageError if the folder holds no run to resume, or a run that a
-    new one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.
+    options: as `Config.parse` returns them. Raises UsageError if the folder holds no run to resume, or a run that a new
+    one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.
     """
-    group.agree({"version": __version__, **{setting(name): str(value) for name, value in options.items()}})
+    if group.size > 1:
+        texts = {setting(name): str(value) for name, value in options.items()}
+        group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
     run = RunFolder()
     try:
         if group.rank == 0 and options.get("resume") is not None:
@@ -267,14 +260,19 @@ def open_run(options: dict[str, Any], group: Group) -> Iterator[RunFolder]:
             run.folder = Path(options["out"])
             if os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
                 run.lock()
-        recorded = run.recorded and vars(run.recorded)
-        start = group.broadcast({"recorded": recorded, "position": run.position.as_json(), "details": run.details})
-        if group.rank and start["recorded"]:
-            recorded = Config(**start["recorded"])
-            run = RunFolder(None, Position.from_json(start["position"]), recorded, start["details"])
-        yield run
+        yield run if group.size == 1 else _of_worker_0(run, group)
     finally:
         run.unlock()
+
+
+def _of_worker_0(run: RunFolder, group: Group) -> RunFolder:
+    """Worker 0's run. The other workers do not have its folder."""
+    recorded = run.recorded and vars(run.recorded)
+    start = group.broadcast({"recorded": recorded, "position": run.position.as_json(), "details": run.details})
+    if group.rank == 0:
+        return run
+    config = Config(**Config.parse(start["recorded"])) if start["recorded"] else None
+    return RunFolder(None, Position.from_json(start["position"]), config, start["details"])
 
 
 def read(folder: str | Path, lock: bool = False) -> RunFolder:
@@ -295,18 +293,16 @@ def read(folder: str | Path, lock: bool = False) -> RunFolder:
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run.position, written = Position.from_json(content), dict(content["config"])
         run._settings = {name: value for name, value in written.items() if name in RECORDED}
-        if run._settings.get("schedule") != "step":
-            run._settings["gamma"] = Config.gamma  # earlier versions recorded any, also with other schedules
-        run.details = {name: value for name, value in written.items() if name not in RECORDED}
-        run.recorded = Config(**run._settings, **_devices(run.details))
+        run.details = {name: value for name, value in written.items() if name in DETAILS}
+        run.recorded = Config(**Config.parse({**run._settings, **_devices(run.details)}))
         shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")
         low, high = map(float, run.details.get("image_range", (0, 255)))
         run.details.update(image_shape=shape, image_range=(low, high))
-        unknown = sorted({*run.details} - DETAILS)
-        if unknown:
-            log.say(f"{path}: this version has no {log.plural(len(unknown), 'setting')} {', '.join(unknown)}")
+        unknown = sorted(written.keys() - RECORDED - DETAILS)
+        if changed := [f"{name} ({written[name]})" for name in unknown if written[name] != FORMER.get(name, ...)]:
+            log.say(f"{path}: this version ignores {', '.join(changed)}, because it has no such settings")
     except BaseException as error:
         run.unlock()
         if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):
@@ -314,28 +310,6 @@ def read(folder: str | Path, lock: bool = False) -> RunFolder:
             raise Error(f"{path}: {advice}") from None
         raise
     return run
-
-
-def read_state(model: Model, group: Group) -> Arrays:
-    """The arrays that the lesson itself keeps, of all workers, by their names in a checkpoint."""
-    own = {name: array.asnumpy() for name, array in model.lesson_state().items()}
-    of_workers = [group.broadcast_arrays(own, worker) for worker in range(group.size)]
-    return {f"{STATE}{worker}/{name}": a for worker, arrays in enumerate(of_workers) for name, a in arrays.items()}
-
-
-def _load_state(state: Arrays, model: Model, group: Group) -> None:
-    """Give the lesson of each worker its state. state: that of all workers, in worker 0."""
-    now = read_state(model, group)
-    if group.rank == 0:
-        shapes, saved = ({name: array.shape for name, array in some.items()} for some in (now, state))
-        if different := {*shapes.items()} ^ {*saved.items()}:
-            which = "{} {}".format(*min(different))
-            advice = "resume with the run's lesson, devices and workers"
-            raise Error(f"the checkpoint's state differs from that of the lesson ({which}); {advice}")
-        now = {name: state[name] for name in now}
-    own = f"{STATE}{group.rank}/"
-    state = group.broadcast_arrays(now)
-    model.load_state({name.removeprefix(own): array for name, array in state.items() if name.startswith(own)})
 
 
 def exists(folder: str | Path) -> bool:

@@ -22,33 +22,8 @@ from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 DISTINCT = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
+ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
 RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
-
-
-def unsupported(lesson: ModuleType) -> list[str]:
-    """The settings without a meaning in a lesson."""
-    return [name for name, declared in SETTINGS.items() if original(lesson) not in declared.lessons]
-
-
-def check_settings(config: Config, lesson: ModuleType) -> None:
-    """Raise UsageError if a setting has no meaning in a lesson."""
-    for name in config.changed(unsupported(lesson)):
-        only = " and ".join(SETTINGS[name].lessons)
-        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}, only by {only}")
-
-
-def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
-    """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
-    are not given get their defaults if the lesson does not have them."""
-    missing = {name for name in unsupported(lesson) if SETTINGS[name].resumable}
-    return config.with_defaults(missing - {*given})
-
-
-def for_evaluation(config: Config, lesson: ModuleType) -> Config:
-    """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
-    those without a meaning in the lesson, get their defaults."""
-    only_training = {name for name, declared in SETTINGS.items() if declared.extended} | {"tune"}
-    return config.with_defaults((only_training | {*unsupported(lesson)}) - {"model"})
 
 
 def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
@@ -105,33 +80,9 @@ def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
     return call
 
 
-def original(lesson: ModuleType) -> str:
-    """The name of the package's lesson that this is, or is a changed copy of."""
-    if name_of(lesson) in LESSONS:
-        return name_of(lesson)
-    for name, functions in DISTINCT.items():
-        if hasattr(lesson, functions[0]):
-            return name
-    advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
-    raise UsageError("impl", name_of(lesson), advice)
-
-
-def is_unchanged(lesson: ModuleType) -> bool:
-    """Whether this is one of the package's lessons, with its own functions."""
-    functions = [function for name, function in vars(lesson).items() if name in {*COMMON, *sum(DISTINCT.values(), ())}]
-    return name_of(lesson) in LESSONS and all(f.__module__.startswith("gluon_mgpu.") for f in functions)
-
-
-def name_of(lesson: ModuleType) -> str:
-    """The name of a lesson as in --impl: "scratch", "highlevel", "sharded" or a path."""
-    if lesson.__name__.startswith("gluon_mgpu."):
-        return lesson.__name__.removeprefix("gluon_mgpu.")
-    return str(lesson.__file__) if lesson.__name__ in LESSONS else lesson.__name__
-
-
 def _check_functions(lesson: ModuleType) -> None:
     """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
-    copied = original(lesson)
+    copied = family(lesson)
     for name in COMMON + DISTINCT[copied]:
         parameters = inspect.signature(getattr(load(copied), name)).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty]
@@ -144,3 +95,64 @@ def _check_functions(lesson: ModuleType) -> None:
         except TypeError:
             advice = f"{name}({', '.join(signature.parameters)}) must take ({', '.join(required)})"
             raise UsageError("impl", name_of(lesson), advice) from None
+
+
+# Which lesson a module is
+
+
+def name_of(lesson: ModuleType) -> str:
+    """The name of a lesson as in --impl: "scratch", "highlevel", "sharded" or a path."""
+    if lesson.__name__.startswith("gluon_mgpu."):
+        return lesson.__name__.removeprefix("gluon_mgpu.")
+    return str(lesson.__file__) if lesson.__name__ in LESSONS else lesson.__name__
+
+
+def is_own(lesson: ModuleType) -> bool:
+    """Whether this is a user's own lesson, not one of the package's."""
+    return name_of(lesson) not in LESSONS
+
+
+def is_unchanged(lesson: ModuleType) -> bool:
+    """Whether this is one of the package's lessons, and a Python program has replaced none of its functions."""
+    functions = [vars(lesson)[name] for name in (*COMMON, *sum(DISTINCT.values(), ())) if name in vars(lesson)]
+    return not is_own(lesson) and all(f.__module__.startswith("gluon_mgpu.") for f in functions)
+
+
+def family(lesson: ModuleType) -> str:
+    """The name of the package's lesson that this is, or is a changed copy of."""
+    if not is_own(lesson):
+        return name_of(lesson)
+    for name, functions in DISTINCT.items():
+        if hasattr(lesson, functions[0]):
+            return name
+    advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
+    raise UsageError("impl", name_of(lesson), advice)
+
+
+# Which settings a lesson has
+
+
+def unsupported(lesson: ModuleType) -> list[str]:
+    """The settings without a meaning in a lesson."""
+    its_family = family(lesson)
+    return [name for name, declared in SETTINGS.items() if its_family not in declared.lessons]
+
+
+def check_settings(config: Config, lesson: ModuleType) -> None:
+    """Raise UsageError if a setting has no meaning in a lesson."""
+    for name in config.changed(unsupported(lesson)):
+        only = " and ".join(SETTINGS[name].lessons)
+        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}, only by {only}")
+
+
+def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
+    """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
+    are not given get their defaults if the lesson does not have them."""
+    missing = {name for name in unsupported(lesson) if SETTINGS[name].resumable}
+    return config.with_defaults(missing - {*given})
+
+
+def for_evaluation(config: Config, lesson: ModuleType) -> Config:
+    """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
+    those without a meaning in the lesson, get their defaults."""
+    return config.with_defaults(({*ONLY_TRAINING} | {*unsupported(lesson)}) - {"model"})

@@ -18,25 +18,26 @@ from gluon_mgpu.data.generators import seed_generators, seed_of_step
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import Epoch, RunFolder, read_state
+from gluon_mgpu.training.folder import Epoch, Position, RunFolder
 from gluon_mgpu.training.interrupt import CtrlC
-from gluon_mgpu.training.lesson_state import LessonState
+from gluon_mgpu.training.lessons import is_own
 from gluon_mgpu.training.model import Model, read_arrays
+from gluon_mgpu.training.state import LessonState, UnsavedArrays
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
-PLATEAU_IMAGES = 1000  # whose scores show whether the network leaves its plateau
 
 
 class Setup(NamedTuple):
-    """What `fit` trains; nothing in it changes afterward. warning: a line to repeat at the end; empty if there is
-    none."""
+    """What `fit` trains; nothing in it changes afterward. state: the arrays that the lesson itself keeps. warning: a
+    line to repeat at the end; empty if there is none."""
 
     config: Config
     data: Dataset
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
+    state: LessonState
     warning: str = ""
 
 
@@ -46,53 +47,64 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     On Ctrl-C, raises Interrupted; its one-line message says what was saved. Raises Error if a loss or a parameter is
     not finite.
     """
-    config, data, model, step, _ = setup
-    assert config.seed is not None
-    position, ctx = run.position, model.ctx
-    examples, size = len(data.train_labels), config.batch_size
-    steps_per_epoch = -(-examples // size)
-    part = partial(group.part, device_count=len(ctx), parts=config.grad_accum_steps)
-    lesson_state = LessonState(model.lesson, saves=run.folder is not None)
+    config, data, model, state = setup.config, setup.data, setup.model, setup.state
+    position, saves = run.position, run.folder is not None
+    steps_per_epoch = -(-len(data.train_labels) // config.batch_size)
+    unsaved = UnsavedArrays(model.lesson) if saves and is_own(model.lesson) and not state.exists else None
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
-        print("running on:", ctx, *several, flush=True)
-    with CtrlC(saves=run.folder is not None) as ctrl_c:
+        print("running on:", model.ctx, *several, flush=True)
+    with CtrlC(saves) as ctrl_c:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
-            earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
-            order = shuffled(examples, config.seed, number)[position.steps * size :]
-            start = time.perf_counter() - position.seconds
-            losses = Losses(number, examples, size, position.steps, group)
-            stopped = False
-            for X, y in batches(data.train_images, data.train_labels, size, order, part):
-                if group.any(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
-                    stopped = True
-                    break
-                if model.draws:
-                    seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
-                lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
-                losses.add(step(X, y, lr), X.shape[0])
-                position.steps += 1
-                lesson_state.after_step()
-            position.loss_sum += losses.finish()
-            nd.waitall()
-            position.seconds = time.perf_counter() - start
-            arrays = {**_check_replicas(model, f"epoch {number}", group), **read_state(model, group)}
+            stopped = _train_epoch(number, position, setup, group, ctrl_c, unsaved)
+            arrays = {**_check_replicas(model, f"epoch {number}", group), **state.read()}
             accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, arrays))
-            last_lr = config.learning_rate(earlier + steps_per_epoch - 1, steps_per_epoch)
-            epoch = position.end_epoch(examples, accuracy, last_lr)
+            last_lr = config.learning_rate(number * steps_per_epoch - 1, steps_per_epoch)
+            epoch = position.end_epoch(len(data.train_labels), accuracy, last_lr)
             run.save(arrays)
             if not group.rank:
                 print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
-                _say_if_guessing(epoch, setup, number * steps_per_epoch)
+                _say_if_guessing(epoch, data.classes, number * steps_per_epoch)
         run.end()
         if setup.warning:
             log.say(f"remember: {setup.warning}")
-        if group.any(ctrl_c.asked):
+        if group.is_set_anywhere(ctrl_c.asked):
             raise Interrupted(f"interrupted after {position}; all epochs are finished")
     return position.history
+
+
+def _train_epoch(
+    number: int, position: Position, setup: Setup, group: Group, ctrl_c: CtrlC, unsaved: UnsavedArrays | None
+) -> bool:
+    """Take the remaining steps of an epoch, and count them in `position`. Returns whether Ctrl-C ended it early."""
+    config, data, model = setup.config, setup.data, setup.model
+    assert config.seed is not None
+    examples, size = len(data.train_labels), config.batch_size
+    steps_per_epoch = -(-examples // size)
+    earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
+    order = shuffled(examples, config.seed, number)[position.steps * size :]
+    own = partial(group.own_indices, device_count=len(model.ctx)) if group.size > 1 else None
+    start = time.perf_counter() - position.seconds
+    losses = Losses(number, examples, size, position.steps, group)
+    stopped = False
+    for X, y in batches(data.train_images, data.train_labels, size, order, own):
+        if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
+            stopped = True
+            break
+        if model.draws:
+            seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
+        lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
+        losses.add(setup.step(X, y, lr), X.shape[0])
+        position.steps += 1
+        if unsaved:
+            unsaved.after_step()
+    position.loss_sum += losses.finish()
+    nd.waitall()
+    position.seconds = time.perf_counter() - start
+    return stopped
 
 
 class Losses:
@@ -122,7 +134,7 @@ class Losses:
         for losses in self.pending.rest():
             self._read(losses)
         self.bar.close()
-        return self.group.sum(self.loss_sum)
+        return self.group.total(self.loss_sum)
 
     def _read(self, losses: np.ndarray) -> None:
         self.bar.update(min(self.batch_size, self.examples - self.steps * self.batch_size))
@@ -139,17 +151,17 @@ class Losses:
 def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     config, data, model = setup.config, setup.data, setup.model
-    batch_size = min(-(-config.batch_size // config.grad_accum_steps), LARGEST_BATCH)
-    part = group.part(len(data.test_labels), len(model.ctx))
+    batch_size = min(config.batch_size, LARGEST_BATCH)
+    own = group.own_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
     try:
-        if len(part):
-            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, part))
-            correct = round(model.evaluate_accuracy(test_iter) * len(part))
+        if len(own):
+            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, own))
+            correct = round(model.evaluate_accuracy(test_iter) * len(own))
     except Interrupted:
         stopped = True
-    correct = group.sum(correct)
-    return None if group.any(stopped) else correct / len(data.test_labels)
+    correct = group.total(correct)
+    return None if group.is_set_anywhere(stopped) else correct / len(data.test_labels)
 
 
 def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndarray]:
@@ -163,9 +175,10 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
         raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
     others = [read_arrays(model, device) for device in range(1, len(model.ctx))]
     differ = [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
-    checksum = zlib.crc32(b"".join(array.tobytes() for array in first.values()))
-    if group.any(group.sum(checksum) != group.size * checksum):
-        differ.append("between workers")
+    if group.size > 1:
+        checksum = zlib.crc32(b"".join(array.tobytes() for array in first.values()))
+        if group.is_set_anywhere(group.total(checksum) != group.size * checksum):
+            differ.append("between workers")
     if differ:
         log.say(
             f"the replicas differ after {title} ({', '.join(differ)}): the devices now train different networks; after "
@@ -174,35 +187,15 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
     return first
 
 
-def _say_if_guessing(epoch: Epoch, setup: Setup, steps: int) -> None:
+def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:
     """Print a notice if the loss is no better than guessing. steps: number of all steps."""
-    data = setup.data
-    guessing = math.log(data.classes)  # the loss if every class has the same probability
-    if abs(epoch.train_loss - guessing) >= 0.01 * guessing or steps < PLATEAU_STEPS:
-        return
-    if _tells_classes_apart(setup.model, data):
-        meaning = (
-            "but the scores begin to tell classes apart: with small initial weights, a network stays on this plateau "
-            "for a few hundred steps"
+    guessing = math.log(classes)  # the loss if every class has the same probability
+    if abs(epoch.train_loss - guessing) < 0.01 * guessing and steps >= PLATEAU_STEPS:
+        log.say(
+            f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: with small initial weights, this is "
+            f"normal for a few hundred steps; after that, check that each image keeps its label, and try a larger "
+            f"{setting('lr')}"
         )
-    else:
-        meaning = (
-            f"and the scores do not tell classes apart: does each image keep its label? is {setting('lr')} too small?"
-        )
-    log.say(f"a mean loss of {epoch.train_loss:.2f} is no better than guessing, {meaning}")
-
-
-def _tells_classes_apart(model: Model, data: Dataset) -> bool:
-    """Whether the scores name the right class 3 times as often as chance, if each class's scores are standardized.
-
-    With small weights, scores differ between classes much more than between images, so the plain accuracy is at
-    chance level at first. After 50 steps of LeNet, this accuracy is 4 times chance; with wrong labels, at most 2 times.
-    """
-    labels = data.test_labels[:PLATEAU_IMAGES]
-    parts = batches(data.test_images[:PLATEAU_IMAGES], labels, model.config.batch_size)
-    scores = np.concatenate([model.predict(X.as_in_context(model.ctx[0])).asnumpy() for X, _ in parts])
-    scores = (scores - scores.mean(0)) / (scores.std(0) + np.finfo(np.float32).tiny)
-    return (scores.argmax(1) == labels).mean() > 3 / data.classes
 
 
 def _interrupted(run: RunFolder, arrays: dict[str, np.ndarray]) -> str:

@@ -61,20 +61,7 @@ class Model(ABC):
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
-    def lesson_state(self) -> dict[str, NDArray]:
-        """The arrays that the lesson itself keeps from step to step, if it has a function `state`, of all devices:
-        {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
-        if not callable(getattr(self.lesson, "state", None)):
-            return {}
-        devices = range(len(self.ctx))
-        return {f"{i}/{name}": array for i in devices for name, array in self.lesson.state(i).items()}
-
-    def load_state(self, arrays: dict[str, np.ndarray]) -> None:
-        """Set the arrays of `lesson_state`. arrays: of the same names and shapes."""
-        for name, array in self.lesson_state().items():
-            nd.array(arrays[name], dtype=array.dtype).copyto(array)
-
-    # The parts of a step, which `step.extended` puts together. A model without one does not need them.
+    # The parts of a step, which `step.assemble` puts together. A model without one does not need them.
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         """Compute the gradients of each shard on its device. Returns the losses of each shard."""

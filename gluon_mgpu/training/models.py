@@ -42,11 +42,6 @@ class ArrayModel(Model):
         params = self.lesson.init_params()
         self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
         self.names = _array_names(len(params))
-        velocities = params if self.config.momentum else []
-        self.velocities = [[nd.zeros_like(p).as_in_context(c) for p in velocities] for c in self.ctx]
-        if self.config.grad_accum_steps > 1:
-            for p in [p for params in self.device_params for p in params]:
-                p.attach_grad("add")
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         return self.lesson.train_batch(X, y, self.device_params, self.ctx, lr)
@@ -55,8 +50,7 @@ class ArrayModel(Model):
         return self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        velocities = {VELOCITY + name: v for name, v in zip(self.names, self.velocities[device])}
-        return {**dict(zip(self.names, self.device_params[device])), **velocities}
+        return dict(zip(self.names, self.device_params[device]))
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         return self.lesson.forward_backward(self.device_params, Xs, ys)
@@ -66,19 +60,8 @@ class ArrayModel(Model):
             self.lesson.allreduce([params[i].grad for params in self.device_params])
 
     def update(self, lr: float, batch_size: int) -> None:
-        """Call the lesson's sgd or, with momentum v or weight decay, compute v = momentum * v - lr * (gradient /
-        batch_size + weight_decay * p), then p += v."""
-        momentum, weight_decay = self.config.momentum, self.config.weight_decay
-        rule = {"lr": lr, "rescale_grad": 1 / batch_size, "wd": weight_decay}
-        for params, velocities in zip(self.device_params, self.velocities):
-            if momentum:
-                for p, v in zip(params, velocities):
-                    nd.sgd_mom_update(p, p.grad, v, out=p, momentum=momentum, **rule)
-            elif weight_decay:
-                for p in params:
-                    nd.sgd_update(p, p.grad, out=p, **rule)
-            else:
-                self.lesson.sgd(params, lr, batch_size)
+        for params in self.device_params:
+            self.lesson.sgd(params, lr, batch_size)
 
     def export(self, prefix: str) -> None:
         _export(prefix, self.lesson.lenet, dict(zip(self.names, self.device_params[0])), self.image_shape)
@@ -97,9 +80,6 @@ class GluonModel(Model):
         self.parameters = dict(zip(self._names([*params]), params.values()))
         self.running_stats = [name for name, p in zip(self.parameters, params) if p.endswith(RUNNING_STATS)]
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
-        if config.grad_accum_steps > 1:
-            for p in trained.values():
-                p.grad_req = "add"
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
         self.trainer = self._create_trainer([*trained.values()], rule)
         self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]
@@ -270,7 +250,7 @@ def create_model(
         raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
     from gluon_mgpu.training.tuning import TunedModel  # imports this module
 
-    model_class: type[Model] = TunedModel if config.tune else MODELS[lessons.original(lesson)]
+    model_class: type[Model] = TunedModel if config.tune else MODELS[lessons.family(lesson)]
     model = model_class(lesson, ctx, config, image_shape)
     try:
         scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape

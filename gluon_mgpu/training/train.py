@@ -1,6 +1,6 @@
-"""`train` trains a lesson: the path of a command, from its options to the training loop.
+"""`train` trains a lesson: `set_up` turns settings into a `Setup`, and `fit` in `loop` trains it.
 
-This module imports mxnet only when `train` is called, because the number of contexts must be known before.
+This module imports mxnet only when it trains, because the number of contexts must be known before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import platform
 import secrets
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,16 +20,24 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting
-from gluon_mgpu.training import workers
-from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
-from gluon_mgpu.training.folder import Epoch, RunFolder, open_run, read_state
-from gluon_mgpu.training.lessons import for_training, load, name_of, original
+from gluon_mgpu.training import lessons, workers
+from gluon_mgpu.training.config import LESSONS, Config
+from gluon_mgpu.training.folder import Epoch, RunFolder, open_run
 
 if TYPE_CHECKING:
     from mxnet import Context
 
     from gluon_mgpu.training.loop import Setup
+    from gluon_mgpu.training.model import Model
     from gluon_mgpu.training.workers import Group
+
+
+class Request(NamedTuple):
+    """What a user asks for. settings: those that were passed, parsed. lesson, data: passed as objects, from Python."""
+
+    settings: dict[str, Any]
+    lesson: ModuleType | None = None
+    data: Dataset | None = None
 
 
 def train(*values: Any, **options: Any) -> list[Epoch]:
@@ -45,14 +53,22 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     given = inspect.signature(Config).bind(*values, **options).arguments
     lesson, data = given.get("impl"), given.get("dataset")
     if isinstance(lesson, ModuleType):
-        given["impl"] = name_of(lesson)
+        given["impl"] = lessons.name_of(lesson)
     if isinstance(data, Dataset):
         given["dataset"] = data.name
         if given.get("data_dir") is not None:
             raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
-    given = Config.convert(given)
-    with workers.join(given.get("kvstore", "local")) as group, open_run(given, group) as run:
-        config = run.configure(given)
+    objects = lesson if isinstance(lesson, ModuleType) else None, data if isinstance(data, Dataset) else None
+    return run_training(Request(Config.parse(given), *objects))
+
+
+train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
+
+
+def run_training(asked: Request) -> list[Epoch]:
+    """Train what a user asks for. See `train`."""
+    with workers.join(asked.settings.get("kvstore", Config.kvstore)) as group, open_run(asked.settings, group) as run:
+        config = run.configure(asked.settings)
         if len(run.position.history) == config.epochs:
             run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
             return run.position.history
@@ -62,61 +78,57 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
 
         gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
         with restored_afterward():
-            setup = prepare(run, config, given, lesson, data, ctx, group)
-            return fit(run, setup, group)
+            return fit(run, set_up(run, config, asked, ctx, group), group)
 
 
-train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
-
-
-def prepare(
-    run: RunFolder, config: Config, given: dict[str, Any], lesson: Any, data: Any, ctx: list[Context], group: Group
-) -> Setup:
+def set_up(run: RunFolder, config: Config, asked: Request, ctx: list[Context], group: Group) -> Setup:
     """Turn the settings of a run into what the training loop needs, and begin to write its folder.
 
-    given: the settings that the user passed. lesson: a module, or else the one in config is loaded. data: a Dataset, or
-    else the one in config is loaded. Raises UsageError if the settings, the devices, the lesson and the data do not fit
-    together, or if a resumed run or another worker has other data.
+    Raises UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or
+    another worker has other data.
     """
-    from gluon_mgpu.data.generators import seed_generators
     from gluon_mgpu.training.loop import Setup
     from gluon_mgpu.training.model import read_arrays
-    from gluon_mgpu.training.models import create_model
-    from gluon_mgpu.training.step import extended
+    from gluon_mgpu.training.state import LessonState
 
-    if not isinstance(lesson, ModuleType):
-        if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
-            advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
-            raise UsageError("resume", config.resume, advice)
-        lesson = load(config.impl)
-    config = for_training(config, lesson, given)
-    if config.seed is None:
+    lesson = asked.lesson or _load_lesson(config, asked)
+    config = lessons.for_training(config, lesson, asked.settings)
+    if draws_seed := config.seed is None:
         config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
-    if isinstance(data, Dataset):
-        data = data.first(config.limit)
-    else:
-        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+    data = _load_data(config, asked.data)
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
     details = _details(ctx, data, group)
-    if run.details.get("data_checksum", details["data_checksum"]) != details["data_checksum"]:
-        advice = f"not the data that the run in {config.resume} was trained on"
-        raise UsageError("data_dir", config.data_dir, advice)
-    group.agree({"data with checksum": details["data_checksum"]})
+    _check_data(details["data_checksum"], run, config, group)
     warning = _compare_with_one_device(lesson, ctx, config, data)
-    assert config.seed is not None
-    seed_generators(config.seed)
-    model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
-    if run.recorded is None and given.get("seed") is None:
-        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
-    is_extended = group.size > 1 or config.needs_extended_step(original(lesson))
-    _say_what_is_not_called(lesson, config, is_extended)
-    run.load(model, group)
+    model = _create_model(lesson, ctx, config, data)
+    state = LessonState(model, group)
+    run.load(model, state)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
-    arrays = {**read_arrays(model), **read_state(model, group)}
-    run.begin(config, {**details, "running_stats": bool(model.running_stats)}, arrays)
+    is_assembled = group.size > 1 or config.shares is not None
+    if draws_seed:
+        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
+    _say_what_is_not_called(lesson, config, is_assembled)
+    run.begin(config, {**details, "running_stats": bool(model.running_stats)})
+    if run.recorded is not None:
+        run.save({**read_arrays(model), **state.read()})  # so that the next resume uses the new settings
     devices.say_if_no_gpu(ctx, config.device)
-    return Setup(config, data, model, extended(model, group) if is_extended else model.step, warning)
+    return Setup(config, data, model, _step(model, group, is_assembled), state, warning)
+
+
+def _load_lesson(config: Config, asked: Request) -> ModuleType:
+    if "impl" not in asked.settings and config.impl not in LESSONS:  # a checkpoint does not choose code to run
+        advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
+        raise UsageError("resume", config.resume, advice)
+    return lessons.load(config.impl)
+
+
+def _load_data(config: Config, data: Dataset | None) -> Dataset:
+    """data: None: load the data set that is named in the settings."""
+    assert config.seed is not None
+    if data is not None:
+        return data.first(config.limit)
+    return datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
@@ -139,32 +151,49 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
     }
 
 
+def _check_data(checksum: str, run: RunFolder, config: Config, group: Group) -> None:
+    """Raise UsageError if a resumed run or another worker has other data."""
+    if run.details.get("data_checksum", checksum) != checksum:
+        advice = f"not the data that the run in {config.resume} was trained on"
+        raise UsageError("data_dir", config.data_dir, advice)
+    group.agree({"data with checksum": checksum}, "start all workers with the same data")
+
+
 def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
-    if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
+    if not (config.check or (len(ctx) > 1 and lessons.is_own(lesson))):
         return ""
     from gluon_mgpu.training import check
 
     report = check.compare(lesson, ctx, config, data.image_shape, data.classes)
+    name = lessons.name_of(lesson)
     if report.verdict or config.check:
-        omitted = config.changed(name for name in SETTINGS if SETTINGS[name].extended)
-        without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
-        log.say(f"{name_of(lesson)} {report.line}{without}")
-    return report.verdict and f"{name_of(lesson)} {report.verdict}"
+        without = f" (compared without {setting('shares')})" if config.shares else ""
+        log.say(f"{name} {report.line}{without}")
+    return report.verdict and f"{name} {report.verdict}"
 
 
-def _say_what_is_not_called(lesson: ModuleType, config: Config, is_extended: bool) -> None:
+def _create_model(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> Model:
+    from gluon_mgpu.data.generators import seed_generators
+    from gluon_mgpu.training.models import create_model
+
+    assert config.seed is not None
+    seed_generators(config.seed)
+    return create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+
+
+def _step(model: Model, group: Group, is_assembled: bool) -> Any:
+    """The lesson's own step, or one that is assembled from the lesson's functions."""
+    from gluon_mgpu.training.step import assemble
+
+    return assemble(model, group) if is_assembled else model.step
+
+
+def _say_what_is_not_called(lesson: ModuleType, config: Config, is_assembled: bool) -> None:
     """Print a notice that names the functions of a user's own lesson that a step does not call with these settings."""
-    names = []
-    if name_of(lesson) in LESSONS:
+    if not lessons.is_own(lesson):
         return
-    if config.shares:
-        names.append("split_and_load")
-    if original(lesson) == "scratch" and (config.momentum or config.weight_decay):
-        names.append("sgd")
-    if config.model != "lenet":
-        names.append("lenet")
-    if is_extended:
-        names.append("train_batch")
+    names = ["split_and_load"] * bool(config.shares) + ["lenet"] * (config.model != "lenet")
+    names += ["train_batch"] * is_assembled
     if names:
-        log.say(f"with these settings, a step does not call your own {', '.join(names)} in {name_of(lesson)}")
+        log.say(f"with these settings, a step does not call your own {', '.join(names)} in {lessons.name_of(lesson)}")

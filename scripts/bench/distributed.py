@@ -72,18 +72,18 @@ def work(kvstore: str, impl: str, model: str, steps: int) -> dict[str, float] | 
     with workers.join(kvstore) as group:
         contexts, size = 2 // group.size, BATCH_SIZE[model]
         built = harness.build(impl, model, contexts)
-        from gluon_mgpu.training.step import extended
+        from gluon_mgpu.training.step import assemble
 
-        step = extended(built, group) if group.size > 1 else built.step
+        step = assemble(built, group) if group.size > 1 else built.step
 
         def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
-            group.sum(0)  # all workers start at the same time
+            group.total(0)  # all workers start at the same time
             start = time.perf_counter()
-            loss = harness.train(step, LR[model], data, size, order, lambda n: group.part(n, contexts))
-            group.sum(0)
+            loss = harness.train(step, LR[model], data, size, order, lambda n: group.own_indices(n, contexts))
+            group.total(0)
             return loss, time.perf_counter() - start
 
         measured = harness.time_steps(train, model, size, steps)
-        measured["peak_mb"] = group.sum(measured["peak_mb"])
-        measured["loss"] = group.sum(measured["loss"]) / group.size
+        measured["peak_mb"] = group.total(measured["peak_mb"])
+        measured["loss"] = group.total(measured["loss"]) / group.size
         return measured if group.rank == 0 else None

@@ -24,7 +24,7 @@ from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
 
 STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
-EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "max_grad_norm": 1.0, "grad_accum_steps": 2, **STEP}
+EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, **STEP}
 
 
 def with_dropout():
@@ -75,7 +75,7 @@ def feedback_lesson(folder):
 # {name: the lesson and the settings of a run}
 RUNS = {
     "scratch": ("scratch", {}),
-    "extras": ("scratch", EXTRAS),
+    "shares": ("scratch", {"shares": (3, 1), **STEP}),
     "highlevel": ("highlevel", EXTRAS),
     "dropout": ("highlevel", {"model": "dropout"}),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
@@ -117,15 +117,22 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+class Whole(dict):
+    """{name: results of the run of RUNS that nothing interrupted}, which is trained when it is needed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __missing__(self, name):
+        impl, options = RUNS[name]
+        train(impl, out=self.folder / name, **options)
+        self[name] = results(self.folder / name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Results of RUNS that nothing interrupted."""
-    found = {}
-    for name, (impl, options) in RUNS.items():
-        out = tmp_path_factory.mktemp("whole")
-        train(impl, out=out, **options)
-        found[name] = results(out)
-    return found
+    return Whole(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +149,12 @@ def begun(two_epochs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, at_steps", [*((name, [7, 6, 7]) for name in RUNS), *(("extras", [n]) for n in (1, 10, 30))]
+    "name, at_steps",
+    [
+        ("highlevel", [7, 6, 7]),
+        *(pytest.param(name, [7, 6, 7], marks=pytest.mark.slow) for name in RUNS if name != "highlevel"),
+        *(pytest.param("highlevel", [n], marks=pytest.mark.slow) for n in (1, 10, 30)),
+    ],
 )
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
@@ -156,8 +168,9 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
     np.testing.assert_equal(results(tmp_path), whole[name])
 
 
+@pytest.mark.slow
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
-    train("scratch", momentum=0.9, out=tmp_path)
+    train("sharded", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
     for i, name in enumerate(networks.LENET_NAMES):
         np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
@@ -169,6 +182,24 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
     assert ("velocities" in capsys.readouterr().err) != has_state
 
 
+LAZY = "{device: nd.ones(2)} if len(calls) > 2 else {}"  # 2 calls: before the first step, one for each device
+
+
+@pytest.mark.parametrize("argument", ["device", ""])
+@pytest.mark.parametrize("returned", ["None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}", LAZY])
+def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_the_function(
+    argument, returned, tmp_path
+):
+    path, kept = tmp_path / "own.py", f"calls.append(0) or ({returned})"
+    code = f"import numpy as np\n\ncalls = []\n\n\ndef state({argument}):\n    return {kept}\n"
+    path.write_text(f"{Path(scratch.__file__).read_text()}\n\n{code}")
+    with pytest.raises(UsageError) as caught:
+        train(str(path), out=tmp_path / "run", epochs=1)
+    assert f"{path}: state" in str(caught.value) and "\n" not in str(caught.value)
+    assert not exists(tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
     train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
     with pytest.raises(Error):
@@ -176,12 +207,14 @@ def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
-    reconfigure(begun, numpy="1.0", temperature=3, gamma=0.5)  # gamma was recorded without a schedule, too
+    reconfigure(begun, numpy="1.0", temperature=3, grad_accum_steps=1, max_grad_norm=0.5)
     train(resume=begun, epochs=3)
-    assert "numpy" in (said := capsys.readouterr().err) and "temperature" in said
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("numpy", "temperature", "max_grad_norm")) and "grad_accum" not in said
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     train(resume=begun, epochs=2)
     assert "epochs=3" in capsys.readouterr().err
@@ -190,13 +223,12 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     assert config(begun).epochs == 3
 
 
-def test_a_run_that_an_earlier_version_recorded_is_resumed_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_version_0_1_0_recorded_is_resumed_with_the_same_bits_and_without_a_notice(whole, tmp_path, capsys):
     interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("image_dtype", "image_range", "classes", "running_stats"):
-        del config[name]
-    resave(tmp_path, config={**config, "kvstore": "dist_sync", "compress": None, "workers": 2, "version": "0.2.0"})
+    reconfigure(tmp_path, grad_accum_steps=1, max_grad_norm=None)
+    capsys.readouterr()
     train("highlevel", resume=tmp_path, **EXTRAS)
+    assert capsys.readouterr().err.count("gluon_mgpu: ") == 1  # that it is resumed
     np.testing.assert_equal(results(tmp_path), whole["highlevel"])
 
 
@@ -222,12 +254,14 @@ def test_a_finished_run_is_left_unchanged_whatever_it_is_resumed_with(begun, cap
     assert files(begun) == {**before, ".config.json.swp": b"an editor's"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_epochs_are_reduced_to_the_finished_ones_keeps_that_number(begun):
     reconfigure(begun, epochs=10)
     train(resume=begun, epochs=2)
     assert len(training(resume=begun)) == config(begun).epochs == 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun):
     killed(devices=3, resume=begun, epochs=5)
     assert (config(begun).epochs, config(begun).gpus) == (5, (0, 1, 2))
@@ -240,7 +274,7 @@ def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are
     reconfigure(begun, epochs=4)
     monkeypatch.setattr(loop, "fit", lambda run, setup, group: (setup.config, setup.model.ctx))
     found, ctx = training(resume=begun, **given)
-    expected = Config(**{"gpus": 2, "device": "cpu", "epochs": 4, **given})
+    expected = Config(**Config.parse({"gpus": 2, "device": "cpu", "epochs": 4, **given}))
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
     assert ctx == [mx.cpu(index) for index in expected.gpus]
 
@@ -281,6 +315,7 @@ def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
     train(resume=begun, epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged(exists, begun, tmp_path):
     victims = tmp_path / "victims"

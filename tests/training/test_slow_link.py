@@ -12,7 +12,11 @@ from gluon_mgpu import train
 from gluon_mgpu.support import subprocesses
 
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
-pytestmark = [runs.needs_mpi, pytest.mark.skipif(not POSSIBLE, reason="needs root, ip and tc (Debian: iproute2)")]
+pytestmark = [
+    runs.needs_mpi,
+    pytest.mark.slow,
+    pytest.mark.skipif(not POSSIBLE, reason="needs root, ip and tc (Debian: iproute2)"),
+]
 BITS_PER_SECOND = 20e6
 STEPS = 4
 MACHINES = {f"mgpu{os.getpid()}-{i}": f"10.99.0.{i}" for i in (1, 2)}  # {network namespace: address}
