@@ -110,7 +110,7 @@ GRIDS = {
         ("model", "impl", "batch_size"),
     ),
     "partition": Grid(
-        "three ways to split LeNet: time, bytes copied, idle time",
+        "three ways to split LeNet: time, and idle time of each device",
         [Point("data parallelism", contexts=1), *map(Point, WAYS)],
     ),
     "gpu": Grid(
