@@ -26,7 +26,7 @@ from bench.timing import LR, Train
 from gluon_mgpu.data.datasets import Dataset
 
 sys.path.append(str(SCRIPTS.parent / "docs/pytorch"))
-import ddp  # noqa: E402
+import ddp  # type: ignore[import-not-found]  # noqa: E402
 
 
 class Residual(nn.Module):
@@ -114,7 +114,7 @@ def _worker(rank: int, folder: str, steps: int, point: Point) -> None:
     os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
-def measure(point: Point, steps: int) -> dict[str, Any]:
+def measure(point: Point, steps: int) -> dict[str, Any] | None:
     """Measure in all workers of a point. Returns the longest time, the mean loss and the total memory."""
     if point.device:
         return _calls(point, steps)
