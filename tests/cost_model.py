@@ -69,7 +69,7 @@ def fit(rows, times):
 
 def main(file):
     """Print the measurements and the fits of MEASURED in docs/interactive/pays.html, and each fit's median and largest
-    error. file: scaling.json, as `bench.py scaling --out` writes it."""
+    error. file: scaling.json, as `bench.py scaling --out FOLDER` writes it."""
     points = {}
     for run in json.loads(Path(file).read_text())["runs"]:
         of_fit = points.setdefault(f"{run['impl']}, {'LeNet' if run['model'] == 'lenet' else 'ResNet-18'}", {})

@@ -1,4 +1,4 @@
-"""The twins of scratch, programs for PyTorch and for JAX, train as scratch does; the pages show how they differ."""
+"""Every LeNet computes what the reference computes; the programs for PyTorch and for JAX train as it does."""
 
 import ast
 import importlib.util
@@ -10,14 +10,14 @@ import textwrap
 from functools import cache
 from itertools import combinations
 
-import mxnet as mx
 import numpy as np
 import pytest
-from lenet64 import EPSILON, additions
+import reference
 from mxnet import nd
+from parity import notebook
 from runs import ROOT, finished
 
-from gluon_mgpu import scratch
+from gluon_mgpu import highlevel, partition, scratch
 from gluon_mgpu.check import frameworks
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.support import subprocesses
@@ -52,35 +52,96 @@ for program in programs:
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
 
 
-def initial():
-    """The parameters that the programs draw."""
-    rng, params = np.random.default_rng(1), []
-    for shape in [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]:
-        params += [rng.normal(0, 0.1, shape).astype(np.float32), np.zeros(shape[0], np.float32)]
-    return params
-
-
 @cache
-def trained_by_scratch():
-    """The parameters after 8 steps on two contexts, and the largest change of each array in each step."""
-    data, ctx = datasets.load("synthetic", limit=SIZE * STEPS), [mx.cpu(0), mx.cpu(1)]
-    replicas = [scratch.get_params([nd.array(p) for p in initial()], c) for c in ctx]
-    order = batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
-    now, changes = initial(), []
-    for X, y in batches.batches(data.train_images, data.train_labels, SIZE, order):
-        scratch.train_batch(X, y, replicas, ctx, LR)
-        before, now = now, [p.asnumpy() for p in replicas[0]]
-        changes.append([np.abs(a - b).max() for a, b in zip(now, before)])
-    return now, np.array(changes)
+def trained():
+    """The parameters after 8 steps in float64, and the largest change of each array in each step."""
+    data, order = datasets.load("synthetic", limit=SIZE * STEPS), batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
+    params, changes = [p.astype(np.float64) for p in reference.initial()], []
+    for chosen in np.split(order, STEPS):
+        before = params
+        params = reference.step(before, data.train_images[chosen] / 255, data.train_labels[chosen].astype(int), LR)
+        changes.append([np.abs(a - b).max() for a, b in zip(params, before)])
+    return params, np.array(changes)
 
 
-def assert_trained_as_scratch(file):
-    """Fail if the parameters in an .npz file differ from scratch's by more than rounding can explain."""
-    expected, changes = trained_by_scratch()
-    # As in lenet64.assert_close: a sum of n numbers has a relative error of at most n * EPSILON, in each step.
-    rounding = EPSILON * additions(SIZE) * changes.sum(0)
+def assert_trained_as_the_reference(file):
+    """Fail if the parameters in an .npz file differ from the reference's by more than rounding can explain."""
+    expected, changes = trained()
+    # As in reference.assert_close: a sum of n numbers has a relative error of at most n * EPSILON, in each step.
+    rounding = reference.EPSILON * reference.additions(SIZE) * changes.sum(0)
     for a, b, most in zip(np.load(file).values(), expected, rounding):
         assert np.abs(a - b).max() <= most
+
+
+def gluon_net(params):
+    net = highlevel.lenet()
+    net.initialize()
+    net(nd.zeros((1, 1, 28, 28)))
+    for p, array in zip(net.collect_params().values(), params):
+        p.set_data(array)
+    return net
+
+
+LENETS = {  # {name: scores of images X, from parameters}
+    "scratch": scratch.lenet,
+    "highlevel": lambda X, params: gluon_net(params)(X),
+    "partition": lambda X, params: partition.forward(X, partition.LAYERS, params),
+    "the notebook": lambda X, params: notebook.lenet(X, [p.T if p.ndim == 2 else p for p in params]),
+}
+OTHERS = """
+import importlib.util, sys
+import numpy as np
+program, inputs, outputs = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("program", program)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+X, *params = np.load(inputs).values()
+if "jax" in program:
+    scores = module.lenet(X, params)
+else:
+    import torch
+    X, params = torch.from_numpy(X), [torch.from_numpy(p) for p in params]
+    if hasattr(module, "init_params"):
+        scores = module.lenet(X, params)
+    else:
+        net = module.lenet()
+        for p, array in zip(net.parameters(), params):
+            p.data.copy_(array)
+        scores = net(X).detach()
+np.save(outputs, scores)
+"""
+
+
+def marked(path):
+    package = "jax" if "jax" in path else "torch"
+    return pytest.param(path, marks=pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"no {package}"))
+
+
+@pytest.mark.parametrize("name", [*LENETS, *map(marked, ("pytorch/scratch", "pytorch/ddp", "jax/scratch"))])
+def test_every_lenet_has_the_scores_of_the_reference(name, tmp_path):
+    params = reference.initial(biases=0.1)
+    X = np.random.default_rng(2).random((5, 1, 28, 28), np.float32)
+    if name in LENETS:
+        found = LENETS[name](nd.array(X), list(map(nd.array, params))).asnumpy()
+    else:
+        np.savez(tmp_path / "inputs.npz", X, *params)
+        files = ROOT / f"docs/{name}.py", tmp_path / "inputs.npz", tmp_path / "scores.npy"
+        done = finished(sys.executable, "-c", OTHERS, *files)
+        assert done.returncode == 0, done.stderr
+        found = np.load(files[2])
+    # Sums of at most 800 products in each of 4 layers.
+    reference.assert_close(found, reference.scores(params, X.astype(np.float64)), 4 * 800)
+
+
+def test_the_gradients_of_the_reference_are_finite_differences():
+    params, rng = [p.astype(np.float64) for p in reference.initial(biases=0.1)], np.random.default_rng(3)
+    X, y = rng.random((3, 1, 28, 28)), np.array([0, 9, 4])
+    _, gradients = reference.losses_and_gradients(params, X, y)
+    for i, gradient in enumerate(gradients):
+        step = 1e-7 * rng.standard_normal(gradient.shape)
+        plus, minus = ([*params[:i], params[i] + sign * step, *params[i + 1 :]] for sign in (1, -1))
+        losses = [reference.losses_and_gradients(moved, X, y)[0].sum() for moved in (plus, minus)]
+        assert losses[0] - losses[1] == pytest.approx(2 * (gradient * step).sum(), rel=1e-4, abs=1e-11)
 
 
 def functions(path):
@@ -115,8 +176,8 @@ PYTORCH = ["scratch", "ddp", "fsdp"]
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 @pytest.mark.parametrize("name", PYTORCH)
-def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_scratch(name, trained_by_pytorch):
-    assert_trained_as_scratch(trained_by_pytorch / f"{name}.py.npz")
+def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, trained_by_pytorch):
+    assert_trained_as_the_reference(trained_by_pytorch / f"{name}.py.npz")
     assert_says_how_far_it_is_from_one_device((trained_by_pytorch / f"{name}.py.0").read_text())
 
 
@@ -129,7 +190,7 @@ def run(tmp_path, command, program):
     options = [*OPTIONS, "--device", "cpu", "--out", out]
     done = finished(*command, ROOT / "docs" / program, *options, env=environment)
     assert done.returncode == 0, done.stderr
-    assert_trained_as_scratch(out)
+    assert_trained_as_the_reference(out)
     assert_says_how_far_it_is_from_one_device(done.stdout)
     return done.stdout
 
@@ -142,7 +203,7 @@ def test_torchrun_starts_the_programs_for_pytorch(tmp_path):
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 @pytest.mark.parametrize("name", ["scratch", "sharding"])
-def test_after_8_steps_a_program_for_jax_has_the_parameters_of_scratch(name, tmp_path):
+def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(name, tmp_path):
     printed = run(tmp_path, [sys.executable], f"jax/{name}.py")
     if name == "sharding":  # the compiler inserts sums of all gradients
         lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]

@@ -8,7 +8,6 @@ without using a core. `python docs/pictures/overlap.py` prints the times too.
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from contextlib import nullcontext
@@ -31,6 +30,9 @@ from mxnet import nd
 from gluon_mgpu import scratch, sharded
 
 MB_PER_SECOND, EXAMPLES, STEPS = 4, 512, 11
+COLORS = {"forward": "#4477aa", "backward": "#ee8866", "allreduce": "#aa3377"}
+INITIALIZE_GRADIENTS = ("SetValueOp", "_full", "zeros_like")
+OTHERS = ("Copy", "add_n", "ElementwiseSum", "Delete", "WaitForVar", "Reorder")  # neither forward nor backward
 ctx, host = [mx.cpu(0), mx.cpu(1)], mx.cpu(2)
 copyto, sent = nd.NDArray.copyto, []  # sent: (device, start, end) of each chunk
 links = [threading.Lock() for _ in ctx]  # each device sends one chunk at a time
@@ -79,15 +81,15 @@ def without_overlap(X, y, net, state, ctx, optimizer):
 
 
 def draw(axes, start, sent, spans):
-    """Draw one step, which began at `start`, in seconds. spans: its operators; see `timeline.read_spans`."""
+    """Draw one step, which began at `start`, in seconds. spans: its operators, from `timeline.recorded`."""
     bars = [(2 * i, begin, end, "allreduce") for i, begin, end in sent]
     for context, operator, begin, end in spans:
-        phase = timeline.phase(operator)
-        if context < len(ctx) and phase in ("forward", "backward"):
+        phase = "backward" if "_backward_" in operator or operator in INITIALIZE_GRADIENTS else "forward"
+        if context < len(ctx) and not operator.startswith(OTHERS) and not operator.endswith("_update"):
             bars.append((2 * context - 1, begin / 1e6, end / 1e6, phase))
     for lane, begin, end, phase in bars:
         bar = (1000 * (begin - start), 1000 * (end - begin))
-        axes.broken_barh([bar], (lane + 0.6, 0.8), color=timeline.COLORS[phase], linewidth=0)
+        axes.broken_barh([bar], (lane + 0.6, 0.8), color=COLORS[phase], linewidth=0)
     axes.set_yticks(range(4), ["cpu(0)", "its link", "cpu(1)", "its link"])
     axes.invert_yaxis()
 
@@ -102,8 +104,7 @@ for i in range(2 * STEPS):  # the profiler records the second half
     for (name, step), state in zip(steps.items(), states):
         nd.waitall()
         sent.clear()
-        file = Path(tempfile.mkdtemp(), "profile.json")
-        with timeline.profiled(file) if i >= STEPS else nullcontext():
+        with timeline.recorded() if i >= STEPS else nullcontext() as spans:
             start = time.time()
             step(X, y, sharded.LENET, state, ctx, partial(sharded.sgd, lr=0.01))
             nd.waitall()
@@ -111,14 +112,14 @@ for i in range(2 * STEPS):  # the profiler records the second half
         if i < STEPS:
             seconds[name].append(elapsed)
         else:
-            recorded[name].append((elapsed, start, [*sent], timeline.read_spans(file)))
+            recorded[name].append((elapsed, start, [*sent], spans))
 figure = Figure(figsize=(9, 4.4), layout="constrained")
 for axes, (name, runs) in zip(figure.subplots(2, sharex=True), recorded.items()):
     draw(axes, *min(runs, key=lambda run: abs(run[0] - median(seconds[name])))[1:])  # a typical one
     axes.set_title(name, loc="left", fontsize="medium")
 axes.set_xlabel("ms")
 labels = {"forward": "forward", "backward": "backward", "allreduce": "a chunk on the link"}
-handles = [Patch(color=timeline.COLORS[phase], label=label) for phase, label in labels.items()]
+handles = [Patch(color=COLORS[phase], label=label) for phase, label in labels.items()]
 figure.legend(handles=handles, loc="outside lower center", ncol=3, frameon=False)
 figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
 for name, times in seconds.items():

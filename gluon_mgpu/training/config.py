@@ -164,8 +164,8 @@ class Config:
     tune: bool = declare(
         False,
         click.BOOL,
-        "With highlevel and MXNet 1.9.1, on CPU: use a faster trainer and, on processors with AVX-512, a faster "
-        "network. Both compute the same values up to rounding.",
+        "With highlevel and MXNet 1.9.1, on CPU: pad channels to the size of the processor's vectors, which is faster. "
+        "The values are the same up to rounding.",
         "Network and data",
         lessons=("highlevel",),
         resumable=True,

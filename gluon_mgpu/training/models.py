@@ -23,7 +23,7 @@ from gluon_mgpu import networks, scratch, sharded
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support.errors import UsageError, reason
-from gluon_mgpu.training import lessons
+from gluon_mgpu.training import lessons, tuning
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import is_unchanged, name_of
 from gluon_mgpu.training.model import VELOCITY, Model
@@ -68,30 +68,30 @@ class ArrayModel(Model):
 
 
 class GluonModel(Model):
-    """net: the network, with all its replicas. trainer: a gluon.Trainer, which sums the gradients and updates."""
+    """written: the network as the lesson writes it, with all its replicas. net: the network that computes, which is the
+    same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config, ctx = self.config, self.ctx
         network = networks.get(config.model)
         self.draws = not (is_unchanged(self.lesson) and (network is None or network.build is networks.lenet_max))
-        self.net = self._create_net()
+        self.written = self.net = self._create_net()
+        if config.tune:
+            self.net = self._tuned()
         params = self._params()
         self.parameters = dict(zip(self._names([*params]), params.values()))
         self.running_stats = [name for name, p in zip(self.parameters, params) if p.endswith(RUNNING_STATS)]
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
         rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
-        self.trainer = self._create_trainer([*trained.values()], rule)
+        # With update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson.
+        self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
         self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]
         if config.momentum:  # Trainer itself would create the velocities only in the first step
             for updater, arrays in zip(self.trainer._updaters, self._arrays):
                 updater.states = {i: nd.zeros_like(arrays[name]) for i, name in enumerate(trained)}
                 updater.states_synced = dict.fromkeys(updater.states, True)
                 arrays.update({VELOCITY + name: updater.states[i] for i, name in enumerate(trained)})
-
-    def _create_trainer(self, params: list[gluon.Parameter], rule: dict[str, float]) -> gluon.Trainer:
-        # With update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson.
-        return gluon.Trainer(params, "sgd", rule, kvstore="device", update_on_kvstore=False)
 
     def _create_net(self) -> gluon.Block:
         """The lesson's network, or a registered one, initialized on all devices."""
@@ -114,10 +114,18 @@ class GluonModel(Model):
             raise unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 
+    def _tuned(self) -> gluon.Block:
+        if self.ctx[0].device_type != "cpu" or mx.__version__ >= "2":
+            advice = f"needs CPU contexts and MXNet 1.9.1, not {self.ctx[0]} and {mx.__version__}"
+            raise UsageError("tune", True, advice)
+        net = tuning.tuned(self.written)
+        net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
+        return net
+
     def _params(self) -> dict[str, gluon.Parameter]:
         """The network's parameters by Gluon's names, each once, even if several layers share it."""
         names: dict[gluon.Parameter, str] = {}
-        for name, parameter in self.net._collect_params_with_prefix().items():
+        for name, parameter in self.written._collect_params_with_prefix().items():
             names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 
@@ -154,11 +162,11 @@ class GluonModel(Model):
         self.trainer.update(batch_size)
 
     def export(self, prefix: str) -> None:
-        if not isinstance(self.net, gluon.HybridBlock):
+        if not isinstance(self.written, gluon.HybridBlock):
             raise UsageError("model", self.config.model, "not a HybridBlock, so it has no graph to convert")
-        self.net.hybridize()
-        self.net(nd.zeros((1, *self.image_shape), ctx=self.ctx[0]))  # export needs a graph
-        self.net.export(prefix)
+        self.written.hybridize()
+        self.written(nd.zeros((1, *self.image_shape), ctx=self.ctx[0]))  # export needs a graph
+        self.written.export(prefix)
 
 
 class ShardedModel(Model):
@@ -248,10 +256,7 @@ def create_model(
     lessons.check_settings(config, lesson)
     if config.shares and len(config.shares) != len(ctx):
         raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
-    from gluon_mgpu.training.tuning import TunedModel  # imports this module
-
-    model_class: type[Model] = TunedModel if config.tune else MODELS[lessons.family(lesson)]
-    model = model_class(lesson, ctx, config, image_shape)
+    model = MODELS[lessons.family(lesson)](lesson, ctx, config, image_shape)
     try:
         scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
     except (mx.MXNetError, ValueError, AssertionError) as error:

@@ -1,18 +1,16 @@
-"""Faster training on CPU contexts, with `--tune`: `TunedModel` has a faster trainer, loss and network than GluonModel.
+"""Faster networks on CPU contexts, with `--tune`: the same parameters and results, except for rounding.
 
-On processors with AVX-512, channels are padded with zeros to multiples of 16, because oneDNN's direct convolutions
-require such multiples, and a shard is computed in pieces of 64 examples, so that a layer's output is still in the cache
-when the next layer reads it. On other processors, the network runs as written. `Trainer` speeds up the gradient sums
-and the updates everywhere. docs/performance.md has the measurements.
+oneDNN's direct convolutions compute 16 channels at once with AVX-512, and 8 with AVX2. `tuned` pads channels with zeros
+to multiples of this number, and computes a shard in pieces of 64 examples, so that a layer's output is still in the
+cache when the next layer reads it. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
+import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,16 +18,13 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import highlevel
-from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.models import GluonModel
+from gluon_mgpu.support import log
 
-BLOCK, PIECE = 16, 64  # channels and examples, on processors with AVX-512
+PIECE = 64  # examples that are computed at once
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -41,38 +36,32 @@ LAYERS = (
     nn.Dense,
 )
 
-
-def has_avx512() -> bool:
-    """Whether oneDNN uses AVX-512: the processor supports it, and DNNL_MAX_CPU_ISA does not forbid it."""
-    allowed = os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
-    flags = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return bool(flags and "avx512bw" in flags[1].split()) and allowed.startswith(("AVX512_CORE", "ALL", "DEFAULT"))
+_say_once = functools.cache(log.say)
 
 
-def tunable(net: gluon.Block, ctx: list[Context]) -> bool:
-    """Whether `tuned` can transform a network for these devices: a Sequential of LAYERS, on CPU contexts, in a build of
-    MXNet without CUDA."""
-    return (
-        all(c.device_type == "cpu" for c in ctx)
-        and not mx.runtime.Features().is_enabled("CUDA")
-        and type(net) in (nn.Sequential, nn.HybridSequential)
-        and all(type(layer) in LAYERS and (type(layer) is not nn.Conv2D or _is_plain(layer)) for layer in net)
-    )
+def channel_block() -> int:
+    """The number of channels that oneDNN's direct convolutions compute at once: 16 with AVX-512, 8 with AVX2, else 1.
+    It depends on the processor and on DNNL_MAX_CPU_ISA, which limits what oneDNN uses."""
+    found = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags, limit = found[1].split() if found else [], os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
+    if limit in ("SSE41", "AVX") or "avx2" not in flags:
+        return 1
+    return 16 if "avx512bw" in flags and not limit.startswith("AVX2") else 8
 
 
-def _is_plain(layer: nn.Conv2D) -> bool:
-    kwargs = layer._kwargs
-    return kwargs["num_group"] == 1 and kwargs["layout"] == "NCHW" and np.dtype(layer.weight.dtype) == np.float32
+def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:
+    """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding. If
+    this would not be faster, says so on standard error, and returns `net`.
 
-
-def tuned(net: gluon.Block, block: int = BLOCK, piece: int = PIECE) -> InPieces:
-    """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding.
-
-    net: a `tunable` network that has been called at least once, so that the shapes of its parameters are known. block:
-    channel counts above this are padded to a multiple of it; 1: no padding. piece: number of examples computed at once;
-    0: all.
+    net: a network on CPU contexts that has been called at least once, so that the shapes of its parameters are known.
+    block: channel counts above this are padded to a multiple of it; default: `channel_block()`.
     """
-    fast = InPieces(piece, prefix=f"{net.prefix}tuned_")
+    block = channel_block() if block is None else block
+    if block == 1:
+        return _unchanged(net, "the processor lacks AVX2, or DNNL_MAX_CPU_ISA forbids it")
+    if type(net) not in (nn.Sequential, nn.HybridSequential) or not all(map(_is_known, net)):
+        return _unchanged(net, "the network is not a Sequential of plain convolution, pooling and dense layers")
+    fast = InPieces(prefix=f"{net.prefix}tuned_")
     channels = padded = 0  # output channels of the most recent convolution, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
@@ -88,6 +77,18 @@ def tuned(net: gluon.Block, block: int = BLOCK, piece: int = PIECE) -> InPieces:
         fast.add(FirstChannels(channels))
     fast.hybridize(static_alloc=True, static_shape=True)
     return fast
+
+
+def _unchanged(net: gluon.Block, why: str) -> gluon.Block:
+    _say_once(f"--tune changes nothing: {why}")
+    return net
+
+
+def _is_known(layer: gluon.Block) -> bool:
+    if type(layer) is not nn.Conv2D:
+        return type(layer) in LAYERS
+    kwargs = layer._kwargs
+    return kwargs["num_group"] == 1 and kwargs["layout"] == "NCHW" and np.dtype(layer.weight.dtype) == np.float32
 
 
 class PaddedConv2D(HybridBlock):
@@ -127,19 +128,15 @@ class FirstChannels(HybridBlock):
 
 
 class InPieces(nn.HybridSequential):
-    """A HybridSequential that computes a batch in pieces of `piece` examples, within one graph.
+    """A HybridSequential that computes a batch in pieces of PIECE examples, within one graph. Every layer must treat
+    each example independently of the rest of the batch."""
 
-    If piece is 0, the whole batch is computed at once. Every layer must treat each example independently of the rest of
-    the batch.
-    """
-
-    def __init__(self, piece: int, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.piece = piece
         self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # {number of pieces: graph}
 
     def forward(self, x: NDArray) -> NDArray:
-        count = -(-x.shape[0] // self.piece) if self.piece and self._active and isinstance(x, nd.NDArray) else 1
+        count = -(-x.shape[0] // PIECE) if self._active and isinstance(x, nd.NDArray) else 1
         if count <= 1:
             return super().forward(x)
         if count not in self.graphs:
@@ -148,7 +145,7 @@ class InPieces(nn.HybridSequential):
 
 
 class _Pieces(HybridBlock):
-    """The graph of a network for a batch that is split into `count` pieces."""
+    """The graph of a network for a batch that is split into `count` pieces. A graph for each piece would be slower."""
 
     def __init__(self, net: InPieces, count: int) -> None:
         super().__init__()
@@ -156,101 +153,6 @@ class _Pieces(HybridBlock):
         self._active, self._flags = True, list(net._flags)  # hybridize() would also reset net, a child block
 
     def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
-        piece = self.net.piece
-        ends = [*range(piece, self.count * piece, piece), None]  # the last piece may be smaller
-        pieces = [F.slice_axis(x, axis=0, begin=i * piece, end=end) for i, end in enumerate(ends)]
+        ends = [*range(PIECE, self.count * PIECE, PIECE), None]  # the last piece may be smaller
+        pieces = [F.slice_axis(x, axis=0, begin=i * PIECE, end=end) for i, end in enumerate(ends)]
         return F.concat(*[self.net(piece) for piece in pieces], dim=0)
-
-
-class SGD(mx.optimizer.SGD):
-    """MXNet's SGD for float32 arrays, which are updated one at a time. On CPUs, `multi_sgd_update`, which MXNet's own
-    class uses for dense arrays, takes twice as long."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.aggregate_num = 0
-
-    def update_multi_precision(self, index: int, weight: NDArray, grad: NDArray, state: NDArray | None) -> None:
-        self._update_count(index)
-        rule = {"lr": self._get_lr(index), "wd": self._get_wd(index), "rescale_grad": self.rescale_grad}
-        if state is None:
-            nd.sgd_update(weight, grad, out=weight, **rule)
-        else:
-            nd.sgd_mom_update(weight, grad, state, out=weight, momentum=self.momentum, **rule)
-
-
-class Trainer(gluon.Trainer):
-    """A gluon.Trainer for CPU contexts, where each context can read the arrays of all contexts.
-
-    The contexts share the work: each sums the gradients of some arrays, updates these arrays, and copies them to the
-    other contexts, as in ZeRO (Rajbhandari et al., 2019, stage 1). With momentum, every context updates its own arrays,
-    because each has its own velocities. To sum an array over k contexts, this moves (3k - 1) times the array's size
-    through memory, and MXNet's KVStore (5k + 1) times. rule: learning_rate, momentum and wd.
-    """
-
-    def __init__(self, params: list[gluon.Parameter], rule: dict[str, float]) -> None:
-        super().__init__(params, SGD(**rule), kvstore=None)
-        loads = [0] * len(params[0].list_ctx())  # total size of the arrays that each context sums
-        self.owners: list[int] = []  # for each array, the index of the context that sums it
-        for p in params:
-            self.owners.append(loads.index(min(loads)))
-            loads[self.owners[-1]] += math.prod(p.shape)
-
-    def _allreduce_grads(self) -> None:
-        for p, owner in zip(self._params, self.owners):
-            _reduce(p.list_grad(), owner)
-            _broadcast(p.list_grad(), owner)
-
-    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """Sum the gradients, and update the arrays. Without momentum, only the context that updated an array then holds
-        the array's summed gradient. Raises UserWarning if the backward pass has not computed a gradient, as
-        gluon.Trainer does."""
-        fresh = all(array._fresh_grad for p in self._params for array in p.list_data())
-        if self._optimizer.momentum or ignore_stale_grad or not fresh:
-            super().step(batch_size, ignore_stale_grad)  # also raises the error for stale gradients
-            return
-        self._optimizer.rescale_grad = self._scale / batch_size
-        for key, (p, owner) in enumerate(zip(self._params, self.owners)):
-            grads, arrays = p.list_grad(), p.list_data()
-            _reduce(grads, owner)
-            self._updaters[owner](key, grads[owner], arrays[owner])
-            _broadcast(arrays, owner)
-            for array in arrays:
-                array._fresh_grad = False
-
-
-def _reduce(arrays: list[NDArray], owner: int) -> None:
-    """Sum arrays of the same shape, one per context, in place on the context with index `owner`."""
-    total, *others = arrays[owner:] + arrays[:owner]
-    if others:
-        nd.add_n(total, *others, out=total)
-
-
-def _broadcast(arrays: list[NDArray], owner: int) -> None:
-    for array in arrays:
-        if array is not arrays[owner]:
-            arrays[owner].copyto(array)
-
-
-class TunedModel(GluonModel):
-    """A GluonModel with a faster trainer and loss and, if possible, network. written: the network as it is written."""
-
-    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
-        if ctx[0].device_type != "cpu" or mx.__version__ >= "2":
-            raise UsageError("tune", True, f"needs CPU contexts and MXNet 1.9.1, not {ctx[0]} and {mx.__version__}")
-        if config.hybridize and lesson is highlevel:  # all models share its loss, so this one gets a copy
-            assert highlevel.__spec__ and highlevel.__spec__.loader
-            lesson = importlib.util.module_from_spec(highlevel.__spec__)
-            highlevel.__spec__.loader.exec_module(lesson)
-            lesson.loss.hybridize(static_alloc=True, static_shape=True)
-        super().__init__(lesson, ctx, config, image_shape)
-        self.written = self.net
-        if config.hybridize and has_avx512() and tunable(self.net, ctx):
-            self.net = tuned(self.net)
-
-    def _create_trainer(self, params: list[gluon.Parameter], rule: dict[str, float]) -> gluon.Trainer:
-        return Trainer(params, rule)
-
-    def export(self, prefix: str) -> None:
-        self.net = self.written
-        super().export(prefix)

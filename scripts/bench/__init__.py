@@ -1,1 +1,2 @@
-"""Benchmarks, one module per topic. scripts/bench.py runs them; docs/performance.md shows results."""
+"""Benchmarks. `grids` runs the points of a grid, each in a process of its own: `__main__`, with `mxnet_points` or
+`torch_points`. docs/performance.md shows results."""

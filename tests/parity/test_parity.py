@@ -44,13 +44,10 @@ def test_nothing_fails_without_a_fault():
 
 # Faults. Each is a function that breaks both implementations; `replace` is monkeypatch.setattr.
 
-TRAINERS = (Trainer, *Trainer.__subclasses__())
-
 
 def gradients_not_summed(replace):
     replace(scratch, "allreduce", lambda data: None)
-    for kind in TRAINERS:
-        replace(kind, "_allreduce_grads", lambda trainer: None)
+    replace(Trainer, "_allreduce_grads", lambda trainer: None)
 
 
 def divided_by_the_shards_size(replace):

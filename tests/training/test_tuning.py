@@ -3,17 +3,14 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 from mxnet.gluon import nn
+from reference import EPSILON
 
-from gluon_mgpu import highlevel, networks
+from gluon_mgpu import networks
 from gluon_mgpu.training import tuning
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.models import create_model
-
-PLAN = (16, 64)  # block, piece
-PLANS = [PLAN, (1, 64), (16, 0), (1, 0)]
-EPS = float(np.finfo(np.float32).eps)
 
 
 def network(*layers, channels=1):
@@ -39,12 +36,11 @@ NETWORKS = {  # without kinks, so two ways to compute a network differ only by r
 
 
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-@pytest.mark.parametrize("plan, examples", [*((PLAN, n) for n in (1, 64, 65, 128, 300)), *((p, 100) for p in PLANS)])
-def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, examples):
+@pytest.mark.parametrize("block, examples", [(8, 100), (16, 1), (16, 128), (16, 65)])
+def test_scores_and_gradients_are_those_of_the_plain_network(build, block, examples):
     net = build()
-    fast = tuning.tuned(net, *plan)
     X, found = nd.random.uniform(shape=(examples, 1, 28, 28)), []
-    for computed in (net, fast):
+    for computed in (net, tuning.tuned(net, block)):
         with autograd.record():
             scores = computed(X)
             loss = nd.log_softmax(scores.reshape((examples, -1)))[:, 3]
@@ -54,81 +50,70 @@ def test_scores_and_gradients_are_the_plain_networks_to_rounding(build, plan, ex
     (scores, grads), (fast_scores, fast_grads) = found
     assert fast_scores.shape == scores.shape
     # Sums of at most 800 products in each of 4 layers.
-    np.testing.assert_allclose(fast_scores, scores, rtol=0, atol=4 * 800 * EPS * np.abs(scores).max())
+    np.testing.assert_allclose(fast_scores, scores, rtol=0, atol=4 * 800 * EPSILON * np.abs(scores).max())
     for name, grad in grads.items():  # also sums over the pixels of all images
-        atol = (4 * 800 + examples * 26**2) * EPS * np.abs(grad).max()
+        atol = (4 * 800 + examples * 26**2) * EPSILON * np.abs(grad).max()
         np.testing.assert_allclose(fast_grads[name], grad, rtol=0, atol=atol)
 
 
-def test_the_parameters_are_the_plain_networks_own_and_the_plain_network_is_unchanged():
-    net = create_model("highlevel", [mx.cpu(0)]).net
-    before = str(net)
-    fast = tuning.tuned(net, *PLAN)
-    assert {id(p) for p in fast.collect_params().values()} == {id(p) for p in net.collect_params().values()}
-    assert str(net) == before and "Padded" not in before
-    assert fast(nd.ones((200, 1, 28, 28))).shape == (200, 10)
+@pytest.mark.parametrize("block, channels", [(8, [(24, 1), (56, 24)]), (16, [(32, 1), (64, 32)])])
+def test_the_channels_of_lenet_are_padded_to_multiples_of_the_block(block, channels):
+    model = create_model("highlevel", [mx.cpu(0)])
+    before = str(model.net)
+    layers = [layer for layer in tuning.tuned(model.net, block) if isinstance(layer, tuning.PaddedConv2D)]
+    assert [(layer.outputs, layer.inputs) for layer in layers] == channels
+    assert {id(p) for layer in layers for p in layer.params.values()} <= {id(p) for p in model.parameters.values()}
+    assert str(model.net) == before and "Padded" not in before
 
 
-def test_other_networks_are_left_alone():
-    with_normalization = network(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Dense(10))
-    in_groups = network(nn.Conv2D(4, 3), nn.Conv2D(4, 3, groups=2), nn.Dense(10))
-    for net in (networks.resnet18(), with_normalization, in_groups, gluon.nn.Dense(10)):
-        assert not tuning.tunable(net, [mx.cpu(0)])
+NONE = "fpu sse4_1 avx"
+PROCESSORS = [  # flags in /proc/cpuinfo, values of DNNL_MAX_CPU_ISA, channels at once
+    (f"{NONE} avx2 avx512f avx512bw", ("", "ALL", "AVX512_CORE"), 16),
+    (f"{NONE} avx2 avx512f avx512bw", ("AVX2", "avx2"), 8),
+    (f"{NONE} avx2", ("", "ALL", "AVX512_CORE"), 8),
+    (f"{NONE} avx2", ("AVX", "SSE41"), 1),
+    (NONE, ("", "ALL"), 1),
+]
 
 
-AVX512 = "fpu avx2 avx512f avx512bw"
-PROCESSORS = [(AVX512, (None, "ALL", "AVX512_CORE"), True), (AVX512, ("AVX2", "SSE41"), False), ("fpu", (None,), False)]
-
-
-@pytest.mark.parametrize("flags, limits, expected", PROCESSORS)
-def test_with_tune_networks_are_tuned_if_onednn_uses_avx_512(flags, limits, expected, monkeypatch):
+@pytest.mark.parametrize("flags, limits, block", PROCESSORS)
+def test_the_block_is_that_of_the_instructions_that_onednn_uses(flags, limits, block, monkeypatch):
     monkeypatch.setattr(tuning.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
-    for isa in limits:
-        monkeypatch.setenv("DNNL_MAX_CPU_ISA", isa or "")
-        if not isa:
+    for limit in limits:
+        monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+        if not limit:
             monkeypatch.delenv("DNNL_MAX_CPU_ISA")
-        assert tuning.has_avx512() == expected
-    for tune in (True, False):
-        model = create_model("highlevel", [mx.cpu(0), mx.cpu(1)], Config(impl="highlevel", tune=tune))
-        assert isinstance(model.net, tuning.InPieces) == (tune and expected)
-        assert isinstance(model.trainer, tuning.Trainer) == tune
-        assert (model.lesson.loss is highlevel.loss) != tune and not highlevel.loss._active
+        assert tuning.channel_block() == block
 
 
-def dense(ctx):
-    net = nn.Dense(6, in_units=5)
-    net.initialize(ctx=ctx)
-    return net
+UNCHANGED = {
+    "ResNet-18": (networks.resnet18, 8),
+    "normalization": (lambda: network(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Dense(10)), 8),
+    "groups": (lambda: network(nn.Conv2D(4, 3), nn.Conv2D(4, 3, groups=2), nn.Dense(10)), 8),
+    "one layer": (lambda: nn.Dense(10), 8),
+    "without vectors": (lambda: network(nn.Conv2D(20, 3), nn.Dense(10)), 1),
+}
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_the_fast_trainer_takes_the_steps_of_gluons_trainer_and_keeps_all_replicas_equal(k, momentum):
-    ctx, rule = [mx.cpu(i) for i in range(k)], {"learning_rate": 0.3, "momentum": momentum, "wd": 0.01}
-    net, plain = dense(ctx), dense(ctx)
-    for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
-        p.set_data(q.data(ctx[0]))
-    trainers = [
-        tuning.Trainer([*net.collect_params().values()], rule),
-        gluon.Trainer(plain.collect_params(), "sgd", rule, kvstore="device", update_on_kvstore=False),
-    ]
-    for seed in range(3):
-        X = np.random.default_rng(seed).standard_normal((k, 4, 5)).astype(np.float32)
-        for model, trainer in zip((net, plain), trainers):
-            with autograd.record():
-                losses = [(model(nd.array(x, c)) ** 2).sum() for x, c in zip(X, ctx)]
-            autograd.backward(losses)
-            trainer.step(4 * k)
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        for c in ctx:
-            np.testing.assert_array_equal(p.data(c).asnumpy(), p.data(ctx[0]).asnumpy())
-        # Each step adds the rounding errors of a sum over 4k examples and k contexts, of an update, and of their effect
-        # on the next gradients: about 10 roundings per example. The values stay of the size of the first ones.
-        atol = 3 * 10 * 4 * k * EPS * max(1, np.abs(q.data(ctx[0]).asnumpy()).max())
-        np.testing.assert_allclose(p.data(ctx[0]).asnumpy(), q.data(ctx[0]).asnumpy(), rtol=0, atol=atol)
+@pytest.mark.parametrize("build, block", UNCHANGED.values(), ids=UNCHANGED)
+def test_a_network_that_tuning_cannot_change_is_left_as_it_is_and_one_line_says_so(build, block, capsys):
+    net = build()
+    tuning._say_once.cache_clear()
+    assert tuning.tuned(net, block) is net and tuning.tuned(net, block) is net
+    assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_tuned_model_has_a_loss_of_its_own_and_draws_no_more_than_the_lesson():
-    fast, plain = (create_model("highlevel", [mx.cpu()], Config("highlevel", tune=tune)) for tune in (True, False))
-    assert fast.lesson.loss is not highlevel.loss
-    assert fast.draws is plain.draws is False
+@pytest.mark.parametrize("hybridize", [True, False])
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_a_tuned_model_has_the_arrays_and_the_exported_graph_of_the_lesson(hybridize, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "channel_block", lambda: 8)
+    config, graphs = Config("highlevel", hybridize=hybridize), []
+    fast = create_model("highlevel", [mx.cpu(0), mx.cpu(1)], Config("highlevel", hybridize=hybridize, tune=True))
+    plain = create_model("highlevel", [mx.cpu(0), mx.cpu(1)], config)
+    assert type(fast.net) is tuning.InPieces and type(fast.trainer) is type(plain.trainer)
+    assert {name: p.shape for name, p in fast.arrays(1).items()} == {n: p.shape for n, p in plain.arrays(1).items()}
+    for i, model in enumerate((fast, plain)):
+        model.step(nd.ones((8, 1, 28, 28)), nd.zeros(8), 0.1)
+        model.export(str(tmp_path / str(i)))
+        graphs.append((tmp_path / f"{i}-symbol.json").read_text())
+    assert graphs[0] == graphs[1]

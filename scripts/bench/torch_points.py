@@ -1,13 +1,13 @@
-"""The PyTorch part of `peers`: this project's networks in PyTorch, and a worker that trains one of them.
+"""Measures a point with PyTorch, on the same networks, data and batches.
 
-Only this module imports torch. A worker starts the processes of DistributedDataParallel itself. It never imports mxnet,
-which would load a second OpenMP runtime.
+A point with several workers is DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,24 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from bench import harness
-from bench.harness import BATCH_SIZE, LR, Dataset, Train
+from bench import timing
+from bench.grids import SCRIPTS, Point
+from bench.timing import LR, Train
+from gluon_mgpu.data.datasets import Dataset
 
-
-def lenet() -> nn.Sequential:
-    """Create `highlevel.lenet` in PyTorch: images (n, 1, 28, 28) to scores (n, 10)."""
-    return nn.Sequential(
-        nn.Conv2d(1, 20, 3),
-        nn.ReLU(inplace=True),
-        nn.AvgPool2d(2),
-        nn.Conv2d(20, 50, 5),
-        nn.ReLU(inplace=True),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(800, 128),
-        nn.ReLU(inplace=True),
-        nn.Linear(128, 10),
-    )
+sys.path.append(str(SCRIPTS.parent / "docs/pytorch"))
+import ddp  # type: ignore[import-not-found]  # noqa: E402
 
 
 class Residual(nn.Module):
@@ -68,16 +57,16 @@ def resnet18() -> nn.Sequential:
     return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
-MODELS = {"lenet": lenet, "resnet18": resnet18}
-
-
 def network(model: str) -> nn.Module:
-    """Create a network with the initial parameters that all subjects of `peers` share."""
-    net = MODELS[model]()
+    """Create a network with the parameters of `timing.initial`."""
+    net = {"lenet": ddp.lenet, "resnet18": resnet18}[model]()
+    for module in net.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = True  # which is faster
     for name, p in net.named_parameters():
         if name.endswith("bias"):  # PyTorch draws biases of convolutions and dense layers at random
             nn.init.zeros_(p)
-    load(net, harness.initial({name: p.detach().numpy() for name, p in net.named_parameters()}))
+    load(net, timing.initial({name: p.detach().numpy() for name, p in net.named_parameters()}))
     return net
 
 
@@ -88,24 +77,21 @@ def load(net: nn.Module, arrays: dict[Any, np.ndarray]) -> None:
         p.copy_(torch.from_numpy(array))
 
 
-def trainer(
-    rank: int, model: str, processes: int, threads: int, channels_last: bool = False, compiled: bool = False
-) -> Train:
-    """Create a function that trains the network in this process, which is number `rank` of `processes`."""
-    torch.set_num_threads(threads)
-    size = BATCH_SIZE[model]
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    net = network(model).to(memory_format=layout)
+def trainer(rank: int, point: Point) -> Train:
+    """Create a function that trains the network in this process, which is number `rank` of the point's workers."""
+    torch.set_num_threads(point.threads)
+    layout = torch.channels_last if "channels_last" in point.impl else torch.contiguous_format
+    net = network(point.model).to(memory_format=layout)
     # Compile the network before wrapping it: PyTorch does not compile a Sequential in a compiled wrapper.
-    replica = torch.compile(net) if compiled else net
-    if processes > 1:
+    replica = torch.compile(net) if "torch.compile" in point.impl else net
+    if point.workers > 1:
         replica = nn.parallel.DistributedDataParallel(replica, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR[model])
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR[point.model])
 
     def train(data: Dataset, order: np.ndarray) -> tuple[float, float]:
         losses, sizes, start = [], [], time.perf_counter()
-        for i in range(0, len(order), size):
-            shard = np.array_split(order[i : i + size], processes)[rank]
+        for i in range(0, len(order), point.batch_size):
+            shard = np.array_split(order[i : i + point.batch_size], point.workers)[rank]
             X = torch.from_numpy(np.divide(data.train_images[shard], 255, dtype=np.float32))
             y = torch.from_numpy(data.train_labels[shard].astype(np.int64))
             loss = F.cross_entropy(replica(X.to(memory_format=layout)), y)
@@ -119,23 +105,41 @@ def trainer(
     return train
 
 
-def process(rank: int, folder: str, steps: int, subject: dict[str, Any]) -> None:
-    """Measure in process number `rank` of the subject, and write the result to a file."""
-    meet, model = f"file://{folder}/meet", subject["model"]
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=subject["processes"])
-    measured = harness.time_steps(trainer(rank, **subject), model, BATCH_SIZE[model], steps)
+def _worker(rank: int, folder: str, steps: int, point: Point) -> None:
+    """Measure in worker number `rank`, and write the result to a file."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=point.workers)
+    measured = timing.steps_of(trainer(rank, point), point, steps)
     Path(folder, f"{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
-def work(steps: int, **subject: Any) -> dict[str, Any]:
-    """Measure in all processes of a subject. Returns the longest time, the mean loss and the total memory."""
-    ranks = range(subject["processes"])
+def measure(point: Point, steps: int) -> dict[str, Any] | None:
+    """Measure in all workers of a point. Returns the longest time, the mean loss and the total memory."""
+    if point.device:
+        return _calls(point, steps)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(process, (folder, steps, subject), len(ranks))
-        by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in ranks]
-    if subject.get("compiled") and not any(Path(tempfile.gettempdir()).rglob("*.so")):
+        torch.multiprocessing.spawn(_worker, (folder, steps, point), point.workers)
+        by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(point.workers)]
+    if "torch.compile" in point.impl and not any(Path(tempfile.gettempdir()).rglob("*.so")):
         raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
-    together: dict[str, Callable[[list[float]], Any]] = {"step_ms": max, "loss": np.mean, "peak_mb": sum}
+    together: dict[str, Callable[[list[float]], Any]] = {"step_ms": max, "loss": np.mean, "peak MB": sum}
     return {what: join([of_rank[what] for of_rank in by_rank]) for what, join in together.items()}
+
+
+def _calls(point: Point, steps: int) -> dict[str, Any]:
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = False, True
+    is_gpu = point.device == "gpu"
+    device = torch.device("cuda" if is_gpu else "cpu")
+    net = network(point.model).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR[point.model])
+    X = torch.rand(point.batch_size, 1, 28, 28, device=device)
+    y = torch.zeros(point.batch_size, dtype=torch.long, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), y).backward()
+        optimizer.step()
+
+    measured = timing.calls_of(step, torch.cuda.synchronize if is_gpu else lambda: None, steps)
+    return {**measured, "MB": torch.cuda.max_memory_allocated() / 1e6 if is_gpu else 0}

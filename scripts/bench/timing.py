@@ -1,0 +1,74 @@
+"""How a point is timed, with MXNet and with PyTorch: the data, the parameters, and the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.grids import BATCH_SIZE, Point
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.datasets import Dataset
+
+WARM_UP_STEPS = {"lenet": 10, "resnet18": 2}
+STEP_SHARE = {"lenet": 1.0, "resnet18": 0.1}  # multiplies --steps; ResNet-18 computes about 80 times as much per step
+LR = {"lenet": 0.2, "resnet18": 0.025}  # as in the recipes, which use 0.1 for ResNet-18 with a batch of 256
+WARM_UP_CALLS = 5  # cuDNN tries its algorithms
+
+Call = Callable[[], Any]
+# Trains on the examples with these indices, in this order; returns the mean loss (None if unknown) and the seconds.
+Train = Callable[[Dataset, np.ndarray], tuple[Any, float]]
+
+
+def initial(parameters: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+    """Draw all weights from normal(0, 0.01), the same for every implementation; keep biases and the arrays of batch
+    normalization unchanged. parameters: {name: NumPy array}, in the order of the layers."""
+    rng = np.random.default_rng(0)
+    return {
+        name: 0.01 * rng.standard_normal(p.shape, np.float32) if p.ndim > 1 else p for name, p in parameters.items()
+    }
+
+
+def steps_of(train: Train, point: Point, steps: int) -> dict[str, Any]:
+    """Time training on synthetic data, after a warm-up. Returns ms per step, the mean loss and the peak memory.
+
+    A step includes making the batch from uint8 images, the computation, and reading the losses. steps: of LeNet with
+    256 examples; adjusted for other models and batch sizes.
+    """
+    size, model = point.batch_size, point.model
+    steps = max(5, round(steps * STEP_SHARE[model] * BATCH_SIZE[model] / size))
+    data = datasets.synthetic(max(steps, WARM_UP_STEPS[model]) * size, 100, seed=0)
+    train(data, np.arange(WARM_UP_STEPS[model] * size))
+    loss, seconds = train(data, np.random.default_rng(0).permutation(steps * size))
+    return {"step_ms": 1000 * seconds / steps, "loss": loss, "peak MB": peak_mb()}
+
+
+def peak_mb() -> float:
+    """This process's peak memory in MB. getrusage would include the peak of the process that started it."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
+def calls_of(call: Call, wait: Call, count: int) -> dict[str, float]:
+    """returns ms: until a call returns, if nothing is queued. done ms: until it is done. step_ms: per call, if `count`
+    calls are queued and only the last one is waited for."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    wait()
+    returned, done = [], []
+    for _ in range(count):
+        start = time.perf_counter()
+        held = call()
+        returned.append(time.perf_counter() - start)
+        wait()
+        done.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(count):
+        held = call()
+    wait()
+    each = (time.perf_counter() - start) / count
+    del held
+    return {"step_ms": 1e3 * each, "returns ms": 1e3 * median(returned), "done ms": 1e3 * median(done)}
