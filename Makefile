@@ -59,7 +59,7 @@ parity: install  ## compare this project's results with everything that the note
 	$(BIN)/python scripts/parity.py $(if $(QUICK),--quick)
 
 docs: torch  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples; slow cells do not run
-	$(PIP) --editable '.[docs,mpi,jax]'
+	$(PIP) --editable '.[docs,mpi]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .

@@ -149,8 +149,10 @@ def before_parsing(app, docname, source):
     if docname == "training":
         source[0] += "".join(commands(cli))
     if docname == "exercises":
-        pages = {page: number for number, page in enumerate(exercises.ON_PAGE, 1)}  # every page but the last has some
-        rows = [f"| `{n}` | {exercises.title(n)} | [{pages[p]}](./{p}.md) |" for n, p in exercises.PAGES.items()]
+        course = re.search(r":numbered: 1\n\n(.*?)```", Path(app.srcdir, "index.md").read_text(), re.DOTALL)[1].split()
+        rows = [
+            f"| `{n}` | {exercises.title(n)} | [{course.index(p) + 1}](./{p}.md) |" for n, p in exercises.PAGES.items()
+        ]
         source[0] += "\n".join(["\n## All exercises\n", "| exercise | task | page |", "|---|---|---|", *rows])
     if QUICK:
         cells = r":tags: \[long\]\n(.*?^```\n)"
