@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
-.PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-gpu torture parity \
-    docs test-docs lint audit install dev torch old-books clean help
+.PHONY: train demo test test-all test-mxnet2 test-platforms test-cuda test-gpu torture parity docs test-docs lint audit \
+    install dev torch clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -27,23 +27,16 @@ train: install  ## train LeNet from scratch on Fashion-MNIST, on 2 devices: the 
 demo: install  ## train LeNet on ten classes of synthetic pictures, on 2 devices (ten seconds)
 	$(BIN)/python scripts/train.py --impl scratch --gpus 2 --dataset synthetic --limit 6000 --batch-size 32 --lr 0.2 --epochs 3
 
-test: dev  ## run the test suite
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: dev  ## test the main claim of each feature; DNNL_MAX_CPU_ISA=SSE41 make test uses an older processor's instructions
+	$(PYTEST) -m "not slow"
 
-test-slow: dev  ## run the test suite, including tests that take minutes
-	$(BIN)/python -m pytest
+test-all: dev  ## run all tests, which takes much longer
+	$(PYTEST)
 
-# DNNL_MAX_CPU_ISA limits the instruction sets that MXNet uses, as on an older processor.
-PROCESSORS := SSE41 AVX2 AVX512_CORE
-NUMERICAL := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py tests/training/test_tuning.py \
-    $(if $(QUICK),,tests/test_evaluate.py tests/training/test_resume.py tests/parity)
-MXNET2_TESTS := tests/test_steps.py tests/test_lessons.py tests/test_partition.py tests/training/test_extras.py \
-    tests/training/test_resume.py tests/test_evaluate.py tests/test_exercises.py tests/compat/test_mxnet2.py
-test-processors: dev  ## run the numerical, resume and parity tests with other instruction sets: PROCESSORS="SSE41 AVX2", QUICK=1 for the numerical ones only
-	for isa in $(PROCESSORS); do echo "DNNL_MAX_CPU_ISA=$$isa"; \
-	    DNNL_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(NUMERICAL) || exit 1; done
-
-test-mxnet2:  ## run the lessons' tests with MXNet 2.0.0b1 in .venvs/mxnet2 (200 MB to download)
+MXNET2_TESTS := tests/test_steps.py tests/compat/test_mxnet2.py $(if $(QUICK),,tests/test_lessons.py \
+    tests/test_partition.py tests/test_evaluate.py tests/training/test_resume.py)
+test-mxnet2:  ## run the lessons' tests with MXNet 2.0.0b1 in .venvs/mxnet2 (200 MB to download): QUICK=1 for the steps only
 	$(MAKE) dev VENV=.venvs/mxnet2 MXNET=mxnet==2.0.0b1 NUMPY=2
 	.venvs/mxnet2/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(MXNET2_TESTS)
 
@@ -66,7 +59,7 @@ parity: install  ## compare this project's results with everything that the note
 	$(BIN)/python scripts/parity.py $(if $(QUICK),--quick)
 
 docs: torch  ## build the website in build/docs, and its lessons as executed notebooks: QUICK=1 with few examples; slow cells do not run
-	$(PIP) --editable '.[docs,mpi,jax]'
+	$(PIP) --editable '.[docs,mpi]'
 	rm -rf build/docs docs/api
 	$(if $(QUICK),GLUON_MGPU_DOCS_QUICK=1) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs/notebooks .
@@ -117,12 +110,6 @@ TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cp
 torch: install  ## install PyTorch's CPU build (190 MB to download)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
 	    $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch >= 2.6'; }
-
-# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
-D2L := 0.17.6
-old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
-	$(PIP) --editable '.[old-books]'
-	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) $(VENV).old .venvs build dist docs/api *.egg-info

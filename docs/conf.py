@@ -45,9 +45,8 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 utils.executenb = partial(utils.executenb, coalesce_streams=True)  # a stream that is read in parts is one output
 os.environ["TQDM_DISABLE"] = "1"  # no progress bars in the outputs
-root = Path(__file__).resolve().parents[1]
-folders = map(str, (root / "scripts", root / "tests/site"))  # scripts/bench; MXNet's import takes less time
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
+site = Path(__file__).resolve().parents[1] / "tests/site"  # MXNet's import takes less time
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 ipython = tempfile.TemporaryDirectory()  # keeps the user's IPython settings out of the pages
 os.environ["IPYTHONDIR"] = ipython.name
 (Path(ipython.name) / "profile_default").mkdir()
@@ -72,8 +71,7 @@ pygments_dark_style = "native"
 
 
 class LinksOutOfDocs(SphinxTransform):
-    """Links to a module's file become links to its API page. Links to CONTRIBUTING.md become text, because
-    they are not on the website."""
+    """Links to a module's file become links to its API page."""
 
     default_priority = 500
 
@@ -88,8 +86,6 @@ class LinksOutOfDocs(SphinxTransform):
                 new = addnodes.pending_xref(refdomain="py", reftype="mod", reftarget=name, refdoc=node["refdoc"])
                 new += nodes.inline("", node.astext())
                 node.replace_self(new)
-            elif Path(node["reftarget"]).stem in ("CONTRIBUTING", "LOG"):
-                node.replace_self(nodes.inline("", node.astext()))
 
 
 class Interactive(SphinxDirective):
@@ -149,8 +145,10 @@ def before_parsing(app, docname, source):
     if docname == "training":
         source[0] += "".join(commands(cli))
     if docname == "exercises":
-        pages = {page: number for number, page in enumerate(exercises.ON_PAGE, 1)}  # every page but the last has some
-        rows = [f"| `{n}` | {exercises.title(n)} | [{pages[p]}](./{p}.md) |" for n, p in exercises.PAGES.items()]
+        course = re.search(r":numbered: 1\n\n(.*?)```", Path(app.srcdir, "index.md").read_text(), re.DOTALL)[1].split()
+        rows = [
+            f"| `{n}` | {exercises.title(n)} | [{course.index(p) + 1}](./{p}.md) |" for n, p in exercises.PAGES.items()
+        ]
         source[0] += "\n".join(["\n## All exercises\n", "| exercise | task | page |", "|---|---|---|", *rows])
     if QUICK:
         cells = r":tags: \[long\]\n(.*?^```\n)"

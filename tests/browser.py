@@ -28,18 +28,12 @@ def chromium():
 
 
 class Page:
-    """One open page.
+    """One open page. driver: Selenium's, for everything that has no method here. width: the window's, in pixels."""
 
-    driver: Selenium's driver, for everything that has no method here. width: the window's width in pixels.
-    """
-
-    def __init__(self, driver, path, width, dark):
-        self.driver = driver
-        self.width = width
+    def __init__(self, driver, path, width=1280):
+        self.driver, self.width = driver, width
         screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 640}
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         driver.get(path.as_uri())
 
     def value(self, expression, *args):
@@ -74,13 +68,9 @@ class Page:
 
 @pytest.fixture
 def page(chromium):
-    """page("step.html", width=390, dark=True) opens docs/interactive/step.html in a browser, as a `Page`.
+    """page("step.html") opens docs/interactive/step.html in a browser, as a `Page`.
 
     The test fails if the page writes an error to the console, or does not catch an exception.
     """
-
-    def opened(name, width=1280, dark=False):
-        return Page(chromium, INTERACTIVE / name, width, dark)
-
-    yield opened
+    yield lambda name: Page(chromium, INTERACTIVE / name)
     assert not [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]

@@ -1,6 +1,5 @@
 """The interactive pages in a real browser. Their numbers are compared with NumPy's, measurements and cost_model.py."""
 
-import importlib
 import math
 import re
 
@@ -11,8 +10,7 @@ from runs import ROOT
 
 RUN = "window.stepThrough.run(...arguments)"
 SETTINGS = [(1, 3), (2, 8), (3, 10), (4, 10), (5, 16), (6, 5), (7, 7), (8, 16), (8, 3)]  # devices, batch size
-KINDS = ["star", "ring", "tree"]
-PHASES = ["copy", "split", "forward and backward", "allreduce", "update"]
+slow = pytest.mark.slow
 
 
 def shards(array, devices):
@@ -48,10 +46,13 @@ def go(page, steps):
     page.value("Array.from({length: arguments[0]}, () => document.getElementById('step-next').click())", steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
+@pytest.mark.parametrize(
+    "kind, settings",
+    [("ring", [(3, 10)]), *(pytest.param(kind, SETTINGS, marks=slow) for kind in ("star", "ring", "tree"))],
+)
+def test_step_through_computes_and_shows_what_numpy_computes(page, kind, settings):
     opened = page("step.html")
-    for devices, batch in SETTINGS:
+    for devices, batch in settings:
         choose(opened, devices, batch, kind)
         trace = opened.value(RUN, devices, batch, kind)
         local = gradients(trace, devices)
@@ -71,6 +72,7 @@ def test_step_through_computes_and_shows_what_numpy_computes(page, kind):
         assert trace["oneDevice"]["params"] == list(replicas[0]) and trace["loss"][1] < trace["loss"][0]
 
 
+@slow
 def test_step_through_sends_the_messages_of_each_allreduce(page):
     opened = page("step.html")
     for devices, batch in SETTINGS[1:]:
@@ -85,34 +87,37 @@ def test_step_through_sends_the_messages_of_each_allreduce(page):
             sent = [step["messages"] for step in of_phase(trace, "allreduce")]
             assert (trace["rounds"], len(sent), sum(map(len, sent))) == (rounds, rounds, messages)
             assert {message["bytes"] for round in sent for message in round} == {size}
-            end = trace["steps"][-1]
-            assert end["bytes"]["devices"] == messages * size
-            assert sum(moved for link, moved in end["links"].items() if "host" not in link) == messages * size
+            for round in sent:  # a device sends and receives at most one message per round
+                assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
             choose(opened, devices, batch, kind)
             [row] = opened.value("[...document.querySelectorAll('.chosen')].map(row => row.innerText.split('\\t'))")
             assert row == [kind, *(f"{value:.0f}" for value in (rounds, messages, messages * size, rounds * size))]
             go(opened, len(trace["steps"]))
             labels = opened.value("[...document.querySelectorAll('#step-links > text')].map(text => text.textContent)")
             assert sum(int(label.removesuffix(" B")) for label in labels) == messages * size
-            for round in sent:  # a device sends and receives at most one message per round
-                assert all(len({message[end] for message in round}) == len(round) for end in ("from", "to"))
 
 
-def test_step_through_works_with_the_keyboard(page):
-    from selenium.webdriver.common.keys import Keys
+@slow
+@pytest.mark.parametrize("name", ["step", "pays", "memory"])
+def test_every_control_can_be_reached_with_the_keyboard(page, name):
+    from selenium.webdriver import Keys
 
-    opened = page("step.html")
-    order, phases = [], []
-    jumps = [f"phase-{phase}" for phase in ("copy", "split", "forward", "allreduce", "update")]
-    names = ["devices", "batch", "kind", *jumps, "stage", "back", "next", "reset"]
-    for _ in names:
+    opened = page(f"{name}.html")
+    controls = """[...document.querySelectorAll("input, select, button, [tabindex='0']")]"""
+    visible, reached = opened.value(f"{controls}.filter(e => e.checkVisibility() && !e.disabled).map(e => e.id)"), []
+    for _ in visible:
         opened.press(Keys.TAB)
-        order.append(opened.focused())
-    assert order == [f"step-{name}" for name in names]
+        reached.append(opened.focused())
+    assert reached == visible and visible
     assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
+
+
+@slow
+def test_arrow_keys_go_through_all_steps_and_phases(page):
+    from selenium.webdriver import Keys
+
+    opened, phases = page("step.html"), []
     steps = opened.value(RUN, 4, 10, "star")["steps"]
-    [backward] = of_phase({"steps": steps}, "backward")
-    assert opened.text("#step-text") == backward["text"]  # a step with numbers is shown at first
     opened.value("document.getElementById('step-reset').click()")
     opened.value("document.getElementById('step-stage').focus()")
     for i, step in enumerate(steps):
@@ -120,13 +125,9 @@ def test_step_through_works_with_the_keyboard(page):
         assert opened.text("#step-count") == f"step {i} of {len(steps) - 1}"
         phases += opened.value("[...document.querySelectorAll('#step-through [aria-current]')].map(e => e.innerText)")
         opened.press(Keys.ARROW_RIGHT)
-    assert list(dict.fromkeys(phases)) == PHASES
+    assert list(dict.fromkeys(phases)) == ["copy", "split", "forward and backward", "allreduce", "update"]
     opened.press(Keys.ARROW_LEFT)
     assert opened.text("#step-count").startswith(f"step {len(steps) - 2} ")
-    for button, step in (("next", len(steps) - 1), ("back", len(steps) - 2), ("reset", 0), ("phase-allreduce", 5)):
-        opened.value(f"document.getElementById('step-{button}').focus()")
-        opened.press(Keys.ENTER)
-        assert opened.text("#step-count").startswith(f"step {step} ") and opened.focused() == f"step-{button}"
 
 
 def test_the_memory_of_each_device_is_what_the_paper_says(page):
@@ -149,7 +150,6 @@ def test_the_memory_of_each_device_is_what_the_paper_says(page):
     assert [row[-1] for row in opened.value(rows)] == ["120 GB", "52.5 GB", "41.3 GB", "30 GB"]  # on 4 devices
 
 
-DOCS = ROOT / "docs/second-device.md"
 CLUSTER = {  # a cluster, described by numbers that are not round
     **{"parameters": 1.3e6, "bytes": 4, "flop": 3.1e8, "batch": 96, "perDevice": False, "devices": 2, "flops": 2.7e11},
     **{"fixed": 0.0017, "python": 0.0009, "allreduce": "ring", "bandwidth": 1.2e9, "latency": 3.3e-5},
@@ -170,24 +170,15 @@ def predicted(pays, **changes):
     return found["parts"], found["step"]
 
 
-def test_predictions_are_within_15_percent_of_measurements_that_were_not_used_for_the_fit(pays):
+def test_predictions_are_as_close_to_measurements_not_used_for_the_fit_as_the_page_says(pays):
     rows = [row for row in pays.value("pays.compared()") if row["heldOut"]]
     measured = [[name, *point] for name, _, _, held_out in pays.value(MEASURED) for point in held_out]
     assert [[row["fit"], row["devices"], row["batch"], row["ms"]] for row in rows] == measured
-    assert len({tuple(point[:3]) for point in measured}) >= 12
-    for row in rows:
-        step = pays.value("pays.predict(arguments[0])", row["settings"])["step"]
-        assert 1000 * step == pytest.approx(row["ms"], rel=0.15), row
-
-
-def test_the_table_in_the_docs_has_the_errors_of_the_page(pays):
-    errors = {}
-    for row in pays.value("pays.compared()"):
-        if row["heldOut"]:
-            errors.setdefault(row["fit"], []).append(abs(row["error"]))
-    rows = re.findall(r"^\| (.*) \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|$", DOCS.read_text(), re.MULTILINE)
-    wanted = [(name, str(len(e)), f"{100 * np.median(e):.1f}", f"{100 * max(e):.1f}") for name, e in errors.items()]
-    assert rows == wanted
+    found = [1000 * pays.value("pays.predict(arguments[0])", row["settings"])["step"] / row["ms"] - 1 for row in rows]
+    page = (ROOT / "docs/second-device.md").read_text()
+    [said] = re.findall(r"(\d+)\s+more\s+measurements.*median\s+(\d+)%,\s+at\s+most\s+(\d+)%", page, re.DOTALL)
+    errors = 100 * np.abs(found)
+    assert [*map(int, said)] == [len(errors), round(np.median(errors)), round(max(errors))]
 
 
 def test_the_terms_are_fitted_to_the_other_measurements(pays):
@@ -197,14 +188,16 @@ def test_the_terms_are_fitted_to_the_other_measurements(pays):
         assert terms == pytest.approx(cost_model.fit(rows, np.array([ms for *_, ms in fitted])), rel=1e-3), name
 
 
-@pytest.mark.parametrize("devices, cores", [(1, 2), (2, 2), (3, 4), (8, 2), (16, 16)])
-def test_contexts_on_shared_cores_take_as_long_as_in_the_cost_model(pays, devices, cores):
-    _, step = predicted(pays, allreduce="memory", devices=devices, cores=cores)
+@slow
+def test_contexts_on_shared_cores_take_as_long_as_in_the_cost_model(pays):
     example = 1000 * CLUSTER["flop"] / CLUSTER["flops"]
     terms = [1000 * CLUSTER["fixed"], 1000 * CLUSTER["python"], example, CLUSTER["slowdown"] * example]
-    assert 1000 * step == pytest.approx(np.dot(cost_model.step_row(devices, CLUSTER["batch"], cores), terms))
+    for devices, cores in [(1, 2), (2, 2), (3, 4), (8, 2), (16, 16)]:
+        _, step = predicted(pays, allreduce="memory", devices=devices, cores=cores)
+        assert 1000 * step == pytest.approx(np.dot(cost_model.step_row(devices, CLUSTER["batch"], cores), terms))
 
 
+@slow
 @pytest.mark.parametrize("way", cost_model.ROUNDS)
 def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
     for devices in (1, 2, 3, 5, 8, 63, 64, 65):
@@ -218,22 +211,18 @@ def test_an_allreduce_takes_as_long_as_in_the_cost_model(pays, way):
         assert step == pytest.approx(alone + wanted), devices
 
 
-def test_every_control_can_be_reached_and_changed_with_the_keyboard(pays):
-    keys = importlib.import_module("selenium.webdriver").Keys
-    controls = pays.driver.find_elements("css selector", "#pays input, #pays select")
-    visible, reached = [control.get_attribute("id") for control in controls if control.is_displayed()], []
-    for _ in visible:
-        pays.press(keys.TAB)
-        reached.append(pays.focused())
-    assert reached == visible and len(visible) > 15
-    pays.driver.find_element("id", "pays-devices-slider").send_keys(keys.ARROW_RIGHT)
+@slow
+def test_a_slider_and_its_field_change_each_other_and_the_prediction(pays):
+    from selenium.webdriver import Keys
+
+    pays.driver.find_element("id", "pays-devices-slider").send_keys(Keys.ARROW_RIGHT)
     assert pays.value("pays.current().devices") == 4
     assert pays.driver.find_element("id", "pays-devices").get_attribute("value") == "4"
-    pays.driver.find_element("id", "pays-batch").send_keys(keys.CONTROL, "a", keys.NULL, "77")
+    pays.driver.find_element("id", "pays-batch").send_keys(Keys.CONTROL, "a", Keys.NULL, "77")
     assert pays.value("pays.current().batch") == 77
     assert len(pays.driver.find_elements("css selector", "#pays .compute[width]")) == 5  # for one device, and for four
 
 
-def test_the_page_loads_nothing():
-    text = (ROOT / "docs/interactive/pays.html").read_text()
-    assert not re.search(r"\bsrc=|\bhref=|@import|url\(|fetch\(|import\(|XMLHttp", text)
+def test_the_pages_load_nothing():
+    for path in (ROOT / "docs/interactive").glob("*.html"):
+        assert not re.search(r"\bsrc=|\bhref=|@import|url\((?!#)|fetch\(|import\(|XMLHttp", path.read_text()), path
