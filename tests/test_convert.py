@@ -21,7 +21,7 @@ from runs import call
 
 from gluon_mgpu import convert, evaluate, train
 from gluon_mgpu.commands.convert import convert as command
-from gluon_mgpu.convert import network, operators
+from gluon_mgpu.convert import exported, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support.errors import Error, UsageError
@@ -171,7 +171,7 @@ ATTRIBUTES += [("Pooling", "pool_type", "rm"), ("Activation", "act_type", "relu(
 @pytest.mark.parametrize("op, key, text", ATTRIBUTES)
 def test_other_attributes_than_numbers_and_known_words_are_refused(op, key, text):
     node = operators.Node(op, {key: text}, [[(1, 4, 9, 9)]], [[(1, 4, 9, 9)]], [])
-    with pytest.raises(network.Unsupported, match=key):
+    with pytest.raises(exported.Unsupported, match=key):
         node.code("x")
 
 
@@ -325,7 +325,7 @@ def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(kind, tm
     given = convert.from_files(*files(tmp_path, x, data=(1, 4, 9, 9)), (4, 9, 9))
     for height in range(8, 14):
         X = (np.random.default_rng(0).random((3, 4, height, height + 1), np.float32),)
-        given.samples.append(network.Sample(X, given.predict(X)))
+        given.samples.append(exported.Sample(X, given.predict(X)))
     save(given, tmp_path)
 
 
@@ -354,7 +354,7 @@ def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_other_scores_leave_no_file_and_existing_files_stay(to, runs, tmp_path):
     given = convert.from_run(runs / "lenet")
-    given.samples = [network.Sample(X, [Y * 1.0001 for Y in Ys]) for X, Ys in given.samples]
+    given.samples = [exported.Sample(X, [Y * 1.0001 for Y in Ys]) for X, Ys in given.samples]
     with pytest.raises(Error, match="by 0.0001 "):
         convert.save(given, to, str(tmp_path / "net"))
     assert list(tmp_path.iterdir()) == []
