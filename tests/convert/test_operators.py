@@ -59,7 +59,6 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
             f"pick {mode} axis 1",
             s.pick(image, s.broadcast_add(s.reshape(which, (-1, 1, 1)), s.zeros((1, 9, 9))), axis=1, mode=mode),
         )
-    yield "Embedding", s.Embedding(index, table, 8, 3)
     yield "one_hot", s.one_hot(index, 7, on_value=-1, off_value=3)
     yield "where", s.where(ties, ties, x)
     yield (
@@ -153,6 +152,19 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
     )
     yield "Dropout of whole rows", s.Dropout(image, axes=(1, 2))
+    pixels = s.reshape(image, (0, 4, -1))
+    others = (
+        *(s.sum(image, axis=(2, 3)), s.sum(image, axis=(0, 1), exclude=True), s.max(image, axis=1), s.min(x, axis=1)),
+        *(s.mean(x, axis=1, keepdims=True), s.norm(x, axis=1), s.log_softmax(x, axis=-1), s.flip(x, axis=1)),
+        *(s.stack(x, -x, axis=1), s.repeat(x, 2, axis=1), s.add_n(x, x, ties), *s.split(image, 2, axis=1)),
+        *(s.slice_axis(image, axis=2, begin=-3, end=None), s.slice_like(s.flatten(image), x, axes=(1,))),
+        *(s.batch_dot(pixels, pixels, transpose_b=True), s.depth_to_space(image, 2), s.L2Normalization(image)),
+        *(s.contrib.BilinearResize2D(image, height=5, width=12), s.LRN(image, nsize=3)),
+        *(s.reshape(image, (0, -4, 2, -1, -2)), s.reshape(image, (-1, 9), reverse=True)),
+        *(s.broadcast_like(s.sum(image, axis=1, keepdims=True), image), s.Embedding(index, s.reshape(s.arange(24), (8, 3)), 8, 3)),
+        s.GroupNorm(image, s.arange(2), s.arange(2), num_groups=2),
+    )
+    yield from ((f"{output.name} {k}", output) for k, output in enumerate(others))
     weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (9, 4, 3, 3))
     yield "Convolution with a computed weight", s.Convolution(image, weight, no_bias=True, kernel=(3, 3), num_filter=9)
     weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (54, 6))
