@@ -38,24 +38,34 @@ def forked(request, pytorch):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    train("scratch", 1, 30, 0.2, epochs=4, momentum=0.5, out=folder / "lenet", **COMMON)
-    train("highlevel", 1, 30, 0.1, epochs=2, model="normalized", out=folder / "normalized", **COMMON)
+def lenet(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "lenet"
+    train("scratch", 1, 30, 0.2, epochs=4, out=folder, **COMMON)
     return folder
 
 
+@pytest.fixture(scope="module")
+def normalized(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "normalized"
+    train("highlevel", 1, 30, 0.1, epochs=2, model="normalized", out=folder, **COMMON)
+    return folder
+
+
+RUNS = ["lenet", pytest.param("normalized", marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("run", ["lenet", pytest.param("normalized", marks=pytest.mark.slow)])
-def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, capfd):
-    status, out, err = call(capfd, command, runs / run, "--to", to, tmp_path / "net")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_converted_run_gives_the_scores_of_the_run(name, to, request, tmp_path, capfd):
+    run = request.getfixturevalue(name)
+    status, out, err = call(capfd, command, run, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
     assert {*tmp_path.iterdir()} == files and all(str(file) in out for file in files)
-    given = convert.from_run(runs / run)
+    given = convert.from_run(run)
     found = np.concatenate([output for [output] in convert.TARGETS[to].outputs(given, str(tmp_path / "net"))])
-    arrays, _ = checkpoint.load(runs / run / "checkpoint.npz")
-    if run == "lenet":
+    arrays, _ = checkpoint.load(run / "checkpoint.npz")
+    if name == "lenet":
         images = datasets.synthetic(600, 100, 0).test_images / 255
         expected = lenet64.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
         lenet64.assert_close(found, expected, lenet64.additions(1))
@@ -65,10 +75,11 @@ def test_a_converted_run_gives_the_scores_of_the_run(run, to, runs, tmp_path, ca
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(found).max())
 
 
-def test_a_run_with_one_test_image_is_converted_for_every_batch_size(runs, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_run_with_one_test_image_is_converted_for_every_batch_size(lenet, tmp_path, monkeypatch):
     held_out = evaluate.held_out
     monkeypatch.setattr(evaluate, "held_out", lambda *where: [part[:1] for part in held_out(*where)])
-    given = convert.from_run(runs / "lenet")
+    given = convert.from_run(lenet)
     assert {len(sample.inputs[0]) for sample in given.samples} == {1, 2}
     assert "one example" not in convert.save(given, "gluon", str(tmp_path / "net"))
 
@@ -117,14 +128,15 @@ def assert_trains_alike(pytorch, folder, net, X, y):
 
 
 @needs("pytorch")
-@pytest.mark.parametrize("run", ["lenet", "normalized"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(
-    run, runs, pytorch, tmp_path
+    name, request, pytorch, tmp_path
 ):
-    convert.save(convert.from_run(runs / run), "pytorch", str(tmp_path / "net"))
+    run = request.getfixturevalue(name)
+    convert.save(convert.from_run(run), "pytorch", str(tmp_path / "net"))
     data = datasets.synthetic(600, 100, 0)
     X, y = data.train_images[:90].reshape(3, 30, 1, 28, 28) / np.float32(255), data.train_labels[:90].reshape(3, 30)
-    assert_trains_alike(pytorch, tmp_path, evaluate.load(runs / run, "highlevel", device="cpu").model.net, X, y)
+    assert_trains_alike(pytorch, tmp_path, evaluate.load(run, "highlevel", device="cpu").model.net, X, y)
 
 
 def layers(x):
@@ -152,6 +164,7 @@ def layers(x):
 
 
 @needs("pytorch")
+@pytest.mark.slow
 def test_every_layer_is_converted_and_no_text_of_the_graph_gets_into_the_code(tmp_path):
     given = convert.from_files(*files(tmp_path, layers(mx.sym.var("data")), data=(1, 4, 9, 9)), (4, 9, 9))
     convert.save(given, "pytorch", str(tmp_path / "net"))  # compares the scores
@@ -188,6 +201,7 @@ def language_model():
 
 
 @needs("pytorch")
+@pytest.mark.slow
 def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_with_equal_gradients(pytorch, tmp_path):
     net, random = language_model(), np.random.default_rng(0)
     X, y = random.integers(50, size=(2, 30, 6)).astype(np.float32), random.integers(50, size=(2, 30))
@@ -251,10 +265,12 @@ class Numbers(gluon.HybridBlock):
         return y, F.np.where(y > 0, y, 1 / (y - 1)), F.np.matmul(y, F.np.transpose(F.np.ones((3, 12)))), F.np.mean(x)
 
 
+@pytest.mark.slow
 def test_recurrent_networks_are_converted(tmp_path):
     check(gluon_files(tmp_path, Recurrent(), nd.ones((2, 6, 7)), nd.ones((2, 3))), tmp_path, (6, 7), (3,))
 
 
+@pytest.mark.slow
 def test_networks_exported_under_set_np_are_converted_to_every_format(tmp_path):
     npx.set_np()
     try:
@@ -265,6 +281,7 @@ def test_networks_exported_under_set_np_are_converted_to_every_format(tmp_path):
 
 
 @pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.slow
 def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     x = mx.sym.FullyConnected(mx.sym.Cast(mx.sym.var("data"), dtype="float16"), num_hidden=3, name="fc")
     label = mx.sym.Reshape(mx.sym.var("label"), shape=(-1,))
@@ -276,13 +293,10 @@ def test_labels_are_dropped_and_float16_becomes_float32(to, tmp_path):
     nd.save(str(params), {name: array.astype("float16") for name, array in nd.load(str(params)).items()})
     given = check((symbol, params), tmp_path, (6,), to=[to])
     assert given.inputs == ["data"] and given.symbol.list_inputs() == ["data", *given.params]
-    for X, outputs in given.samples:
-        weight, bias = (given.params[f"fc_{name}"].astype(np.float64) for name in ("weight", "bias"))
-        powers = np.exp(X[0] @ weight.T + bias)
-        np.testing.assert_allclose(outputs[0], powers / powers.sum(axis=1, keepdims=True), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["max", "avg"])
+@pytest.mark.slow
 def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(kind, tmp_path):
     s = mx.sym
     options = {"pool_type": kind, "pooling_convention": "full", "count_include_pad": False}
@@ -297,6 +311,7 @@ def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(kind, tm
 
 
 @needs("onnx")
+@pytest.mark.slow
 def test_onnx_accepts_other_batch_and_image_sizes_if_the_network_does(tmp_path):
     import onnxruntime
 
@@ -308,7 +323,8 @@ def test_onnx_accepts_other_batch_and_image_sizes_if_the_network_does(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
     for shape in ((5, 4, 9, 9), (2, 4, 12, 31)):
         X = np.random.default_rng(1).random(shape, np.float32)
-        np.testing.assert_allclose(session.run(None, {"data": X})[0], given.predict([X])[0], rtol=1e-4)
+        expected = given.predict([X])[0]
+        np.testing.assert_allclose(session.run(None, {"data": X})[0], expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("shape", [(2, 324), (2, 162, 2)])
@@ -319,8 +335,8 @@ def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_other_scores_leave_no_file_and_existing_files_stay(to, runs, tmp_path):
-    given = convert.from_run(runs / "lenet")
+def test_other_scores_leave_no_file_and_existing_files_stay(to, lenet, tmp_path):
+    given = convert.from_run(lenet)
     given.samples = [exported.Sample(X, [Y * 1.0001 for Y in Ys]) for X, Ys in given.samples]
     with pytest.raises(Error, match="by 0.0001 "):
         convert.save(given, to, str(tmp_path / "net"))
@@ -335,18 +351,19 @@ def test_other_scores_leave_no_file_and_existing_files_stay(to, runs, tmp_path):
         left.unlink()
 
 
-def test_a_folder_that_cannot_be_written_is_one_error(runs, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_one_error(lenet, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    given = convert.from_run(runs / "lenet")
+    given = convert.from_run(lenet)
     monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(Error, match="Read-only file system"):
         convert.save(given, "gluon", str(tmp_path / "net"))
 
 
-def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
+def test_wrong_commands_get_one_line(lenet, tmp_path, capfd, monkeypatch):
     symbol, params = files(tmp_path, mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2), data=(1, 4, 9, 9))
     (tmp_path / "text").write_text("text")
     out = ("--to", "gluon", tmp_path / "net")
@@ -359,7 +376,7 @@ def test_wrong_commands_get_one_line(runs, tmp_path, capfd, monkeypatch):
         ((tmp_path / "text", params, *given), "text"),
         ((symbol, tmp_path / "text", *given), "text"),
         ((tmp_path / "none", *out), "not a run"),
-        ((runs / "lenet", "--to", "pytorch", tmp_path / "my-net"), "my-net"),
+        ((lenet, "--to", "pytorch", tmp_path / "my-net"), "my-net"),
     ):
         status, printed, err = call(capfd, command, *arguments)
         assert (status, printed, err.count("\n")) == (2, "", 1) and expected in err, err

@@ -167,7 +167,8 @@ class _Graph:
             return self.network.params[self.nodes[entry[0]]["name"]]
         inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
         heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
-        return self.network.evaluate(as_symbol({**self.network.graph, "heads": heads}), self.network.samples[0].inputs)[0]
+        symbol = as_symbol({**self.network.graph, "heads": heads})
+        return self.network.evaluate(symbol, self.network.samples[0].inputs)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""

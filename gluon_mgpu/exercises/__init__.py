@@ -1,4 +1,4 @@
-"""Exercises that are graded automatically. `solutions` contains the tasks and our answers; `steps`, `sums` and `processes`
+"""Exercises that are graded automatically. `solutions` has the tasks and our answers; `steps`, `sums` and `processes`
 contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
 
 An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. The cases

@@ -8,15 +8,16 @@ import runpy
 import numpy as np
 import pytest
 from conversions import ONNX, PYTORCH, TARGETS, files, needs
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet import symbol as s
 from runs import call
 
 from gluon_mgpu import convert
 from gluon_mgpu.commands.convert import convert as command
-from gluon_mgpu.convert import exported, to_pytorch
+from gluon_mgpu.convert import exported
 from gluon_mgpu.support.errors import Error, UsageError
 
+pytestmark = pytest.mark.slow
 X = s.var("data")
 
 
@@ -37,24 +38,6 @@ def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
     with pytest.raises(Error):
         convert.save(given, "pytorch", str(tmp_path / "net"))
     convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=0.01)
-
-
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_attributes_without_effect_and_written_defaults_are_accepted(to, tmp_path):
-    x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
-    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
-    x = s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
-    attrs = {
-        "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
-        "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
-        "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
-        "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
-        "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
-        "LayerNorm": {"output_mean_var": "0"},
-        "log_softmax": {"use_length": "0", "temperature": "None"},
-    }
-    given = convert.from_files(*files(tmp_path, x, attrs, data=(2, 3, 8, 8)), (3, 8, 8))
-    convert.save(given, to, str(tmp_path / "net"))
 
 
 @needs("pytorch")
@@ -108,24 +91,58 @@ def lstm():
     return s.RNN(X, mode="lstm", state_size=4, num_layers=1, **states)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-@pytest.mark.parametrize("batch", [("n",), ()])
-def test_the_batch_may_be_the_second_axis(batch, to, tmp_path):
-    written = files(tmp_path, lstm(), data=(5, 2, 3), h=(1, 2, 4), c=(1, 2, 4))
-    inputs = {"data": (5, *batch, 3), "h": (1, *batch, 4), "c": (1, *batch, 4)}
-    given = convert.from_files(*written, inputs=inputs)
-    assert [X.shape[1] for X in given.samples[1].inputs] == [4, 4, 4]
-    convert.save(given, to, str(tmp_path / "net"))
+def old_layers():
+    x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
+    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
+    return s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
+
+
+ATTRIBUTES = {  # without effect, or written defaults
+    "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
+    "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
+    "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
+    "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
+    "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
+    "LayerNorm": {"output_mean_var": "0"},
+    "log_softmax": {"use_length": "0", "temperature": "None"},
+}
+LENGTHS = s.SequenceMask(X, s.var("size"), use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)
+WORDS = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1)
+LSTM = {"data": (5, 2, 3), "h": (1, 2, 4), "c": (1, 2, 4)}
+# {what is special: the network, its inputs with a batch, the shapes given for them, the last inputs of the check}
+NETWORKS = {
+    "old attributes": (old_layers(), {"data": (2, 3, 8, 8)}, {"data": (3, 8, 8)}, [(2, 3, 8, 8)]),
+    "batch on axis 1": (
+        *(lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}),
+        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
+    ),
+    "batch on axis 1, found": (
+        *(lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}),
+        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
+    ),
+    "lengths": (
+        *(s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}),
+        [(2, 10, 6), (2,)],
+    ),
+    "one example": (
+        *(s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4), {"data": (1, 6)}, {"data": (6,)}),
+        [(1, 6)],
+    ),
+    "inputs of different ranks": (
+        s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2)),
+        *({"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
+    ),
+}
 
 
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_lengths_are_numbers_of_each_example(to, tmp_path):
-    size = s.var("size")
-    x = s.Group([s.SequenceMask(X, size, use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)])
-    given = convert.from_files(*files(tmp_path, x, data=(2, 5, 3), size=(2,)), inputs={"data": (5, 3), "size": ()})
-    lengths = np.concatenate([sample.inputs[given.inputs.index("size")] for sample in given.samples])
-    assert set(lengths) <= set(range(1, 38)) and len(set(lengths)) > 1
-    convert.save(given, to, str(tmp_path / "net"))
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_network_is_converted_for_all_sizes_that_it_accepts(kind, to, tmp_path):
+    network, shapes, inputs, largest = NETWORKS[kind]
+    given = convert.from_files(*files(tmp_path, network, ATTRIBUTES, **shapes), inputs=inputs)
+    report = convert.save(given, to, str(tmp_path / "net"))
+    assert [array.shape for array in given.samples[-1].inputs] == largest
+    assert ("one example" in report) == (kind == "one example")
 
 
 def test_inputs_are_drawn_for_what_the_network_does_with_them(tmp_path):
@@ -161,13 +178,6 @@ def test_all_operators_that_cannot_be_converted_are_listed_with_a_reason_before_
     assert all(word in str(error.value) for word in ("waves", "back", "supported")) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_a_network_for_one_example_is_converted_and_the_report_says_so(to, tmp_path):
-    x = s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4)
-    given = convert.from_files(*files(tmp_path, x, data=(1, 6)), (6,))
-    assert "one example" in convert.save(given, to, str(tmp_path / "net"))
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (3, 4), (3, 4, 2)])
 def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
     given = convert.from_files(*files(tmp_path, s.SoftmaxOutput(X, name="classes"), data=(2, *shape)), shape).compute()
@@ -175,119 +185,6 @@ def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
         powers = np.exp(inputs.astype(np.float64) - inputs.max())
         total = powers.sum(axis=tuple(range(1, powers.ndim)), keepdims=True)
         np.testing.assert_allclose(found, powers / total, rtol=1e-5, atol=1e-30)
-
-
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_inputs_of_different_ranks_grow_together_where_the_network_needs_it(to, tmp_path):
-    x = s.broadcast_mul(
-        s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1), s.expand_dims(s.var("mask"), 2)
-    )
-    given = convert.from_files(*files(tmp_path, x, data=(2, 7), mask=(7, 2)), inputs={"data": (7,), "mask": (7, "n")})
-    assert {array.shape for array in given.samples[-1].inputs} == {(2, 14), (14, 2)}
-    convert.save(given, to, str(tmp_path / "net"))
-
-
-def unit(x, name, channels=4, stride=1):
-    """A residual block. name: of its layers, which may contain {} for the layer's number."""
-    options = {"kernel": (3, 3), "pad": (1, 1), "num_filter": channels}
-    y = s.Convolution(x, stride=(stride, stride), name=name.format("conv0"), **options)
-    y = s.Activation(s.BatchNorm(y, name=name.format("bn0")), act_type="relu")
-    if stride > 1:
-        x = s.Convolution(x, kernel=(1, 1), stride=(2, 2), num_filter=channels, name=name.format("short"))
-    return s.Activation(s.Convolution(y, name=name.format("conv1"), **options) + x, act_type="relu")
-
-
-def residual():
-    """Two blocks are equal, two differ only in numbers, and names show the stages."""
-    x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=4, name="net_stem")
-    x = unit(unit(x, "net_stage1_a_{}"), "net_stage1_b_{}")
-    x = unit(unit(x, "net_stage2_unit1_{}", 8, 2), "net_stage2_unit2_{}", 8)
-    x = unit(x, "net_stage3_{}", 12, 2)
-    return s.FullyConnected(s.Pooling(x, global_pool=True, kernel=(1, 1)), num_hidden=3, name="net_fc"), {
-        "data": (3, 8, 8)
-    }
-
-
-def tagger():
-    h, c = s.zeros((2, 0, 5)), s.zeros((2, 0, 5))
-    x = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4, name="net_words"), dim1=0, dim2=1)
-    x = s.RNN(x, s.var("net_lstm_parameters"), h, c, mode="lstm", state_size=5, num_layers=1, bidirectional=True)
-    return s.FullyConnected(s.swapaxes(x, dim1=0, dim2=1), num_hidden=3, flatten=False, name="net_tags"), {"data": (6,)}
-
-
-def encoder():
-    """The mask is computed inside the first of the graph's equal blocks."""
-    x = s.Embedding(X, input_dim=9, output_dim=4, name="net_words")
-    mask = s.expand_dims(s.var("mask"), 1)
-    for k in range(3):
-        query, key, value = (
-            s.FullyConnected(x, num_hidden=4, flatten=False, name=f"net_cell{k}_{name}")
-            for name in ("query", "key", "value")
-        )
-        weights = s.softmax(s.broadcast_mul(s.batch_dot(query, key, transpose_b=True), mask))
-        x = s.LayerNorm(x + s.batch_dot(weights, value), name=f"net_cell{k}_norm")
-    return x, {"data": (6,), "mask": (6,)}
-
-
-KEYS = {
-    residual: {
-        "stem.weight": "stem_weight",
-        "stage1.1.conv1.bias": "stage1_b_conv1_bias",
-        "stage2.0.short.weight": "stage2_unit1_short_weight",
-        "stage2.1.bn0.running_mean": "stage2_unit2_bn0_moving_mean",
-        "stage3.conv0.weight": "stage3_conv0_weight",
-    },
-    tagger: {"words.weight": "words_weight", "tags.bias": "tags_bias"},
-    encoder: {"words.weight": "words_weight", "cell.2.norm.weight": "cell2_norm_gamma"},
-}
-
-
-@needs("pytorch")
-@pytest.mark.parametrize("build, classes", [(residual, 2), (tagger, 0), (encoder, 1)])
-def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameters(build, classes, tmp_path):
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import load_model
-
-    symbol, shapes = build()
-    written = files(tmp_path, symbol, **{name: (2, *shape) for name, shape in shapes.items()})
-    given = convert.from_files(*written, inputs=shapes).compute()
-    to_pytorch.write(given, str(tmp_path / "net"))
-    net = runpy.run_path(str(tmp_path / "net.py"))["Net"]()
-    load_model(net, tmp_path / "net.safetensors")
-    net.eval()
-    with torch.no_grad():
-        found = [[net(*map(torch.from_numpy, inputs)).numpy()] for inputs, _ in given.samples]
-    assert given.relative_error(found) < 1e-5
-    state = net.state_dict()
-    with safe_open(tmp_path / "net.safetensors", "np") as file:
-        names = file.metadata()
-    assert {key: names[key] for key in KEYS[build]} == {key: f"net_{name}" for key, name in KEYS[build].items()}
-    assert all(np.array_equal(state[key], given.params[name]) for key, name in names.items())
-    code = (tmp_path / "net.py").read_text()
-    assert code.count("\nclass ") == classes + 1 and "transpose(0, 1)" not in code
-
-
-@needs("pytorch")
-def test_blocks_that_share_layers_are_not_repeated(tmp_path):
-    weight, bias = s.var("weight", shape=(4, 6)), s.var("bias")
-    x = X
-    for k in range(2):
-        y = s.FullyConnected(x, weight=weight, bias=bias, num_hidden=4, name=f"cell{k}_a")
-        y = s.FullyConnected(s.sigmoid(y), num_hidden=6, name=f"cell{k}_b")
-        x = x + s.tanh(y)
-    convert.save(convert.from_files(*files(tmp_path, x), (6,)), "pytorch", str(tmp_path / "net"))
-    assert (tmp_path / "net.py").read_text().count("\nclass ") == 1
-
-
-@needs("pytorch")
-def test_an_unrolled_cell_has_one_name_for_all_time_steps(tmp_path):
-    cell = gluon.rnn.LSTMCell(4, input_size=5, prefix="lstm_")
-    outputs, _ = cell.unroll(3, X, layout="NTC", merge_outputs=True, begin_state=[s.var("h"), s.var("c")])
-    given = convert.from_files(*files(tmp_path, outputs, data=(2, 3, 5), h=(2, 4), c=(2, 4)), (4,), (4,), (3, 5))
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    names = [name for name, _ in runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()]
-    assert names == ["i2h", "h2h"]
 
 
 # A place in the graph of relu (node 1) and FullyConnected (node 4), and its value
@@ -402,5 +299,3 @@ def test_computing_leaves_the_parameters_unchanged(tmp_path):
     given.compute()
     given.predict(given.samples[0].inputs)
     assert all(np.array_equal(array, given.params[name]) for name, array in before.items())
-
-

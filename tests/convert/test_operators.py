@@ -161,7 +161,10 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         *(s.batch_dot(pixels, pixels, transpose_b=True), s.depth_to_space(image, 2), s.L2Normalization(image)),
         *(s.contrib.BilinearResize2D(image, height=5, width=12), s.LRN(image, nsize=3)),
         *(s.reshape(image, (0, -4, 2, -1, -2)), s.reshape(image, (-1, 9), reverse=True)),
-        *(s.broadcast_like(s.sum(image, axis=1, keepdims=True), image), s.Embedding(index, s.reshape(s.arange(24), (8, 3)), 8, 3)),
+        *(
+            s.broadcast_like(s.sum(image, axis=1, keepdims=True), image),
+            s.Embedding(index, s.reshape(s.arange(24), (8, 3)), 8, 3),
+        ),
         s.GroupNorm(image, s.arange(2), s.arange(2), num_groups=2),
     )
     yield from ((f"{output.name} {k}", output) for k, output in enumerate(others))
@@ -183,6 +186,7 @@ def every_case():
     return names, given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
 def test_an_operator_gives_mxnets_results_for_ties_fractions_and_numbers_out_of_range(to, every_case, tmp_path):
     names, given = every_case
