@@ -40,7 +40,7 @@ def forked(request, pytorch):
 @pytest.fixture(scope="module")
 def lenet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "lenet"
-    train("scratch", 1, 30, 0.2, epochs=4, out=folder, **COMMON)
+    train("scratch", 1, 30, 0.4, epochs=4, out=folder, **COMMON)
     return folder
 
 
@@ -58,6 +58,7 @@ RUNS = ["lenet", pytest.param("normalized", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("name", RUNS)
 def test_a_converted_run_gives_the_scores_of_the_run(name, to, request, tmp_path, capfd):
     run = request.getfixturevalue(name)
+    capfd.readouterr()  # of the training
     status, out, err = call(capfd, command, run, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
