@@ -27,16 +27,15 @@ def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
         gluon-mgpu convert runs/first --to pytorch lenet
         gluon-mgpu convert runs/first --to onnx lenet
         gluon-mgpu convert net-symbol.json net-0000.params --input 3,224,224 --to pytorch net
-        gluon-mgpu convert data.rec --to folder out/
     """,
 )
-@click.argument("sources", nargs=-1, type=common.FILE, metavar="RUN | NET-symbol.json NET-0000.params | FILE.rec")
+@click.argument("sources", nargs=-1, type=common.FILE, metavar="RUN | NET-symbol.json NET-0000.params")
 @click.argument("prefix", type=common.FILE)
 @common.option(
     "--to",
-    type=click.Choice(["gluon", "pytorch", "onnx", "folder"]),
+    type=click.Choice(["gluon", "pytorch", "onnx"]),
     help="gluon writes PREFIX-symbol.json and PREFIX-0000.params, pytorch writes PREFIX.py and PREFIX.safetensors, and "
-    "onnx writes PREFIX.onnx. folder writes the images of FILE.rec, and labels.csv, into the folder PREFIX.",
+    "onnx writes PREFIX.onnx.",
 )
 @common.option(
     "--input",
@@ -75,8 +74,7 @@ def convert(
     tolerance: float,
     **options: Any,
 ) -> None:
-    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote; or unpack
-    the images and labels of a record file.
+    """Convert the network of a run, or a network that HybridBlock.export or Module.save_checkpoint wrote.
 
     RUN is the folder that train --out wrote. Before the files are moved into place, they are loaded and checked: their
     scores for the run's test images, or for random inputs, must match MXNet's scores.
@@ -87,9 +85,7 @@ def convert(
         advice = "has no network; build it with its code, then load_parameters, hybridize, call it once, and export"
         raise UsageError(None, parameters[0], f"{advice} (docs/convert.md)")
     if to is None:
-        raise UsageError("to", None, "must be one of gluon, pytorch, onnx, folder")
-    if (to == "folder") != (len(sources) == 1 and sources[0].endswith(".rec")):
-        raise UsageError("to", to, "folder needs one FILE.rec; the other formats need a RUN or a NET")
+        raise UsageError("to", None, "must be one of gluon, pytorch, onnx")
     if len(sources) not in (1, 2):
         raise UsageError(None, None, "convert needs RUN PREFIX, or NET-symbol.json NET-0000.params PREFIX")
     if (len(sources) == 2) != bool(input):
@@ -100,12 +96,8 @@ def convert(
     if "" in names and len(names) > 1 or "" not in names and len(names) < len(input):
         raise UsageError("input", None, "give each input's name once, or no names")
     for name, value in options.items():
-        if (len(sources) == 2 or to == "folder") and value is not None:
+        if len(sources) == 2 and value is not None:
             raise UsageError(name, value, "only for a RUN; omit it")
-    if to == "folder":
-        from gluon_mgpu.convert import records
-
-        return click.echo(records.extract(sources[0], prefix))
     startup.configure(1)  # before `convert` imports mxnet
     from gluon_mgpu import convert as conversion
 

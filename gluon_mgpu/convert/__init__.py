@@ -20,7 +20,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
-from gluon_mgpu.convert.network import Network, from_files, from_run, last_line
+from gluon_mgpu.convert.exported import Exported, from_files, from_run, last_line
 from gluon_mgpu.support.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
@@ -53,14 +53,13 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
     return files
 
 
-def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -> str:
+def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) -> str:
     """Write the network to files whose paths start with prefix. Returns a report of at least two lines.
 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
     (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
-    moved into place. tolerance: the largest relative error (`Network.relative_error`). Ten times as much is accepted if
-    rounding the inputs changes MXNet's own scores by a tenth of it; and any error if MXNet's scores in float64 are no
-    nearer to its scores in float32 than to the file's.
+    moved into place. tolerance: the largest relative error (`Exported.relative_error`). A larger one is accepted if
+    MXNet's scores in float64 are no nearer to its scores in float32 than to the file's.
 
     Raises UsageError in the same cases as `check_prefix`, or if layers cannot be converted; Error if the scores differ
     by more than the tolerance, or if the files cannot be written. On failure, no files are left behind.
@@ -71,7 +70,7 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
             base = os.path.join(folder, Path(prefix).name)
             given, (network, found) = network, _written(network, target, base)
             error = network.relative_error(found)
-            near = error <= tolerance or error <= 10 * min(tolerance, network.rounding_error())  # not if it is NaN
+            near = error <= tolerance  # not if it is NaN
             if not near and not network.is_rounding(found):
                 what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
                 raise Error(f"{prefix}: {what}; nothing was written; a larger --tolerance accepts them")
@@ -100,7 +99,7 @@ def save(network: Network, to: str, prefix: str, tolerance: float = TOLERANCE) -
     return report + target.USAGE.format(prefix=prefix, inputs=network.inputs)
 
 
-def _written(network: Network, target: ModuleType, base: str) -> tuple[Network, list[list[np.ndarray]]]:
+def _written(network: Exported, target: ModuleType, base: str) -> tuple[Exported, list[list[np.ndarray]]]:
     """Write a network's files and compute their outputs. Returns the network with those samples that the files accept.
 
     If a network cannot be converted for inputs of different sizes, it is converted for inputs of one size.

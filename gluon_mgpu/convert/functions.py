@@ -1,4 +1,4 @@
-"""PyTorch code of operators that need several lines. pytorch.py copies the functions that a network uses."""
+"""PyTorch code of operators that need several lines. to_pytorch.py copies the functions that a network uses."""
 
 import torch
 from torch.nn import functional as F
@@ -59,24 +59,6 @@ def box_decode(x, anchors, scales, largest, corners):
     shift, growth = (x * torch.tensor(scales, device=x.device)).split(2, -1)
     center, half = shift * size + center, growth.clamp(max=largest).exp() * size / 2
     return torch.cat([center - half, center + half], -1)
-
-
-def roi_align(x, boxes, size, scale, samples, aligned):
-    """Means of samples * samples points in each of size[0] * size[1] cells of boxes (batch index, x1, y1, x2, y2)."""
-
-    def weights(start, end, cells, pixels):  # (boxes, cells, pixels)
-        points = (torch.arange(cells * samples, device=x.device) + 0.5) / (cells * samples)
-        extent = end - start if aligned else (end - start).clamp(min=1)
-        points = start.unsqueeze(1) + extent.unsqueeze(1) * points
-        inside = (points >= -1) & (points <= pixels)
-        distance = points.clamp(0, pixels - 1).unsqueeze(-1) - torch.arange(pixels, device=x.device)
-        parts = (1 - distance.abs()).clamp(min=0) * inside.unsqueeze(-1)
-        return parts.unflatten(1, (cells, samples)).mean(2)
-
-    corners = boxes[:, 1:] * scale - 0.5 * aligned
-    rows = weights(corners[:, 1], corners[:, 3], size[0], x.shape[2]).unsqueeze(1)
-    columns = weights(corners[:, 0], corners[:, 2], size[1], x.shape[3]).unsqueeze(1)
-    return rows @ x[boxes[:, 0].long()] @ columns.transpose(2, 3)
 
 
 def deformable_convolution(x, offset, mask, weight, bias, stride, padding, dilation, groups, offset_groups):

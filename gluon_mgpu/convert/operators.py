@@ -15,7 +15,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from gluon_mgpu.convert.network import Shape, Unsupported
+from gluon_mgpu.convert.exported import Shape, Unsupported
 from gluon_mgpu.convert.registry import attributes, parse, simple
 
 Rule = Union[str, Callable[..., str]]
@@ -297,26 +297,15 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg")
     node.word("layout", None, *LAYOUTS)
-    if node["global_pool"] and kind != "lp":
+    if node["global_pool"]:
         node.read |= set(node.attrs)
-        if kind == "sum":
-            return call(f"{x}.sum", tuple(range(2, node.rank)), keepdim=True)
         return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
     includes_pad = node["count_include_pad"] in (None, True)
-    if kind in ("sum", "lp"):
-        if full or not includes_pad or node["global_pool"]:
-            raise Unsupported(f"pool_type={kind!r} is only supported with pooling_convention='valid'")
-        power = node["p_value"] if kind == "lp" else 1
-        if power not in (1, 2):
-            raise Unsupported(f"p_value={power} is not supported")
-        source = x if power == 1 else f"{x}.square()"
-        sizes = call(f"F.avg_pool{n}d", source, _short(kernel), _short(stride), _unless(0, _short(pads)) or 0)
-        return f"{math.prod(kernel)} * {sizes}" if power == 1 else f"({math.prod(kernel)} * {sizes}).sqrt()"
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
     if not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads)):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
@@ -523,11 +512,6 @@ def sort(node: Node, x: str) -> str:
     return node.to_dtype(call(f"{x}.argsort", node["axis"], descending=_unless(False, not node["is_ascend"])))
 
 
-def smooth_l1(node: Node, x: str) -> str:
-    bend = node["scalar"] ** -2
-    return f"torch.where({x}.abs() > {bend!r}, {x}.abs() - {bend / 2!r}, {0.5 / bend!r} * {x}.square())"
-
-
 def dropout(node: Node, x: str) -> str:
     node.word("mode", "training")
     shared = node["axes"] or ()  # along these axes, all elements are dropped together
@@ -645,13 +629,6 @@ def box_decode(node: Node, x: str, anchors: str) -> str:
     return call("box_decode", x, anchors, scales, largest, node["format"] == "corner")
 
 
-def roi_align(node: Node, x: str, boxes: str) -> str:
-    if node["sample_ratio"] <= 0 or node["position_sensitive"] or node.inputs[1][0][1] != 5:
-        raise Unsupported("only boxes of 5 numbers, and a positive sample_ratio, are supported")
-    options = [node[key] for key in ("pooled_size", "spatial_scale", "sample_ratio", "aligned")]
-    return call("roi_align", x, boxes, *options)
-
-
 def deformable(node: Node, x: str, offset: str, *others: str) -> str:
     mask, weights = (others[0], others[1:]) if node.kind.startswith("modulated") else ("None", others)
     node.read |= {"kernel", "layout", "im2col_step"}
@@ -732,7 +709,7 @@ RULES: dict[str, Rule] = {
     **{"linalg_det": "torch.linalg.det({0})", "linalg_inverse": "torch.linalg.inv({0})"},
     **{"linalg_potrf": "torch.linalg.cholesky({0})", "batch_take": "{0}.gather(1, {1}.long().unsqueeze(1)).squeeze(1)"},
     **{"im2col": unfold, "box_decode": box_decode},
-    **{"ROIAlign": roi_align, "DeformableConvolution": deformable, "ModulatedDeformableConvolution": deformable},
+    **dict.fromkeys(("DeformableConvolution", "ModulatedDeformableConvolution"), deformable),
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
     "tril": "{0}.tril({k})",
@@ -754,7 +731,7 @@ RULES: dict[str, Rule] = {
         rule.__name__: rule
         for rule in (
             *(*LAYERS, activation, arange_like, crop, depth_to_space, dropout, l2_normalization),
-            *(one_hot, pad, pick, pooling, repeat, reshape, slice_like, smooth_l1, softmax),
+            *(one_hot, pad, pick, pooling, repeat, reshape, slice_like, softmax),
             *(sort, squeeze, take, topk, upsampling, where),
         )
     },
@@ -789,7 +766,7 @@ REASONS = {
         "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
     ),
     **dict.fromkeys(("_contrib_PSROIPooling", "_contrib_DeformablePSROIPooling"), "MXNet computes it only on GPUs"),
-    "ROIPooling": "PyTorch has it only in torchvision; --output names an output before it",
+    **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
 }
 
 

@@ -8,14 +8,14 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon, nd
 
-from gluon_mgpu.convert.network import Network, as_arrays
+from gluon_mgpu.convert.exported import Exported, as_arrays
 
 SUFFIXES = ("-symbol.json", "-0000.params")
 PACKAGES = ()
 USAGE = "load it with gluon.SymbolBlock.imports('{prefix}-symbol.json', {inputs}, '{prefix}-0000.params')"
 
 
-def write(network: Network, base: str) -> None:
+def write(network: Exported, base: str) -> None:
     """Write BASE-symbol.json and BASE-0000.params."""
     symbol = network.symbol
     running = set(symbol.list_auxiliary_states())
@@ -25,7 +25,7 @@ def write(network: Network, base: str) -> None:
         nd.save(f"{base}-0000.params", dict(zip(names, as_arrays(network.params.values()))))
 
 
-def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
+def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files, and compute the outputs for each of the network's samples."""
     with network.np_shape(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MXNet warns if the graph does not specify its input's type

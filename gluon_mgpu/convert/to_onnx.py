@@ -1,4 +1,4 @@
-"""Writes a network in ONNX format: PyTorch's exporter traces the module that pytorch.py writes.
+"""Writes a network in ONNX format: PyTorch's exporter traces the module that to_pytorch.py writes.
 
 MXNet's own exporter is from 2021; it needs an onnx release from that time, and converts some layers wrongly.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gluon_mgpu.convert.network import Network, last_line
+from gluon_mgpu.convert.exported import Exported, last_line
 from gluon_mgpu.convert.to_pytorch import PACKAGES as PYTORCH
 from gluon_mgpu.convert.to_pytorch import load_and_run
 from gluon_mgpu.convert.to_pytorch import write as write_module
@@ -60,10 +60,10 @@ except Exception as error:
 """
 
 
-def write(network: Network, base: str) -> None:
+def write(network: Exported, base: str) -> None:
     """Write BASE.onnx, which accepts any batch size, and other image sizes if the network does.
 
-    Exceptions: see `pytorch.write`.
+    Exceptions: see `to_pytorch.write`.
     """
     write_module(network, base)
     axes = {
@@ -76,7 +76,7 @@ def write(network: Network, base: str) -> None:
     load_and_run(network, base, f"options = {{**{options!r}, 'opset_version': {OPSET}}}\n{EXPORT}")
 
 
-def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
+def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load BASE.onnx in ONNX Runtime, and compute the outputs for each sample."""
     import onnxruntime
 

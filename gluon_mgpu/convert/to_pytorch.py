@@ -28,7 +28,7 @@ from gluon_mgpu.convert.blocks import (
     join,
     layers_of,
 )
-from gluon_mgpu.convert.network import Network, Unsupported, load
+from gluon_mgpu.convert.exported import Exported, Unsupported, as_symbol
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, rnn
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
@@ -76,7 +76,10 @@ FORWARD = """
 
 # Loads a written module and its parameters as `net`, and the samples' inputs as `samples`
 LOAD = """
-import runpy, sys
+import sys
+
+sys.path = [*filter(None, sys.path)]  # the current folder may contain a random.py
+import runpy
 import numpy as np, torch
 from safetensors.torch import load_model
 
@@ -131,7 +134,7 @@ class Refused(UsageError):
 class _Graph:
     """Converts a graph to steps, node by node."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Exported) -> None:
         self.network, self.nodes = network, network.graph["nodes"]
         sizes = dict.fromkeys(tuple(X.shape for X in sample.inputs) for sample in network.samples)
         self.shapes = list(map(network.shapes, sizes))  # for each sample, then for each node and output
@@ -164,7 +167,8 @@ class _Graph:
             return self.network.params[self.nodes[entry[0]]["name"]]
         inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
         heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
-        return self.network.evaluate(load({**self.network.graph, "heads": heads}), self.network.samples[0].inputs)[0]
+        symbol = as_symbol({**self.network.graph, "heads": heads})
+        return self.network.evaluate(symbol, self.network.samples[0].inputs)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
@@ -400,7 +404,7 @@ def _indent(lines: list[str]) -> str:
     return textwrap.indent("\n".join(result), " " * 8)
 
 
-def write(network: Network, base: str) -> None:
+def write(network: Exported, base: str) -> None:
     """Write BASE.py and BASE.safetensors, whose metadata has MXNet's names. BASE's last part must be an identifier.
 
     Raises Refused if operators cannot be converted.
@@ -432,14 +436,14 @@ def write(network: Network, base: str) -> None:
     save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
 
 
-def load_and_run(network: Network, base: str, program: str) -> None:
+def load_and_run(network: Exported, base: str, program: str) -> None:
     """Run a program in a new process, after the written files have been loaded."""
     inputs = {f"{i} {k}": X for i, sample in enumerate(network.samples) for k, X in enumerate(sample.inputs)}
     np.savez(f"{base}.npz", **inputs)
     subprocesses.raise_for_status("PyTorch", subprocesses.run([sys.executable, "-c", LOAD + program, base]))
 
 
-def outputs(network: Network, base: str) -> list[list[np.ndarray]]:
+def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files in a new process, and compute the outputs for each of the network's samples."""
     load_and_run(network, base, RUN)
     with np.load(f"{base}.npz") as arrays:

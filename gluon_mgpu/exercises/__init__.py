@@ -1,5 +1,5 @@
-"""Exercises that are graded automatically. `solutions` contains the tasks and our answers; `steps`, `sums`, `rates` and
-`processes` contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
+"""Exercises that are graded automatically. `solutions` has the tasks and our answers; `steps`, `sums` and `processes`
+contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
 
 An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. The cases
 call the answer's function that has the same name as the solution's last function. They recognize known mistakes by what
@@ -29,12 +29,10 @@ from gluon_mgpu.support.errors import UsageError, command
 # {lesson page: its exercises}, in the order of the course
 ON_PAGE = {
     "from-scratch": ("split", "allreduce", "step", "predict", "accumulate"),
-    "gluon": ("replicas", "stats", "seeds"),
-    "second-device": ("speedup",),
+    "gluon": ("replicas", "stats"),
     "pytorch": ("process",),
     "asynchrony": ("timing", "overlap"),
-    "batch-size": ("rate",),
-    "rings": ("tree", "ring", "reduce_scatter", "all_gather", "buckets"),
+    "rings": ("tree", "ring", "reduce_scatter", "buckets"),
     "zero": ("zero1",),
     "partition": ("block",),
 }

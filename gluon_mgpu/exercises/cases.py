@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -253,6 +254,15 @@ def recording(
 def only_queues(case: str, events: list[Any]) -> None:
     if any(isinstance(event, Wait) for event in events):
         raise Mistake("waits", case)
+
+
+def traffic(events: list[Any]) -> tuple[Counter[Context], Counter[Context]]:
+    """The number of elements that each device sent, and that it received."""
+    sent, received = Counter[Context](), Counter[Context]()
+    for copy in (event for event in events if isinstance(event, Copy)):
+        sent[copy.source] += copy.size
+        received[copy.target] += copy.size
+    return sent, received
 
 
 def copies(case: str, events: list[Any], needed: int, allow_numpy: bool = False) -> list[Copy]:

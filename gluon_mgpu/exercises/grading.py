@@ -4,7 +4,6 @@ with limits of time and memory."""
 from __future__ import annotations
 
 import configparser
-import ctypes
 import inspect
 import json
 import os
@@ -26,9 +25,8 @@ from gluon_mgpu.support.errors import Error
 
 SECONDS = 60  # time limit; grading takes 2 seconds, or longer on a busy machine
 LIMITS = {resource.RLIMIT_DATA: 4 << 30, resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0}  # bytes per answer
-CLONE_NEWPID, CLONE_NEWUSER = 0x20000000, 0x10000000  # of Linux's unshare
 ROOT = str(Path(__file__).parents[2])  # the folder that contains the package
-# The current folder's files, such as a random.py, must not replace modules.
+# The current folder's files, such as a random.py, must not replace modules. Python 3.9 and 3.10 ignore PYTHONSAFEPATH.
 START = f"""import sys
 sys.path = [*filter(None, sys.path), {ROOT!r}]
 from gluon_mgpu.exercises.grading import main
@@ -67,18 +65,13 @@ HINTS = {  # {part of an error message: what to do}
 }
 
 
-def run_cases(name: str, code: str, path: str) -> str | None:
-    """Run the hidden cases on a learner's code. Returns numbers that must be equal in every process, if there are any.
-
-    Raises the first Mistake.
-    """
+def run_cases(name: str, code: str, path: str) -> None:
+    """Run the hidden cases on a learner's code. Raises the first Mistake."""
     import mxnet as mx
 
-    from gluon_mgpu.exercises import cases, processes, rates, steps, sums
+    from gluon_mgpu.exercises import processes, steps, sums
 
-    ours = (steps, sums, processes, rates, cases)
-    hidden = next(getattr(module, name) for module in ours if hasattr(module, name))
-    unchanged = [{**vars(module)} for module in ours]
+    hidden = next(getattr(module, name) for module in (steps, sums, processes) if hasattr(module, name))
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None
     module.__file__ = os.path.abspath(path)
@@ -99,9 +92,8 @@ def run_cases(name: str, code: str, path: str) -> str | None:
         exec(program, module.__dict__)  # nosec B102  # the user's own file
         if not callable(getattr(module, wanted, None)):
             raise Mistake("missing", f"the file does not define the function {wanted}")
-        numbers = hidden(answer)
+        hidden(answer)
         mx.nd.waitall()  # raises errors from operators whose results no case has read
-        return numbers
     except Mistake:
         raise
     except NotImplementedError:
@@ -122,9 +114,6 @@ def run_cases(name: str, code: str, path: str) -> str | None:
         value = textwrap.shorten(repr(returned), WIDTH)
         unusable = f"{wanted} returned {value}, which cannot be used ({_message(error)})"
         raise Mistake("wrong-type", unusable) from None
-    finally:
-        if [{**vars(module)} for module in ours] != unchanged:
-            raise Mistake("changes-grading", "the file changes the modules that grade it")
 
 
 def _shown(value: Any) -> str:
@@ -172,20 +161,15 @@ def grade(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] 
     """
     if answer.problem:
         return Mistake("no-answer", answer.problem)
-    mistake, numbers = _in_new_process(answer, seconds, show)
-    if numbers and not mistake:
-        mistake, again = _in_new_process(answer, seconds, lambda *_, **__: None)
-        if numbers != again and not mistake:
-            mistake = Mistake("not-repeatable", f"seed 1, in one process: {numbers}\nseed 1, in another: {again}")
+    mistake = _in_new_process(answer, seconds, show)
     if not mistake:
         answer.record()
     return mistake
 
 
-def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object]) -> tuple[Mistake | None, str | None]:
-    """Returns the mistake, if any, and what `run_cases` returned."""
+def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object]) -> Mistake | None:
     key = secrets.token_hex()  # the process begins its results with the key; other output is the answer's
-    results: list[tuple[Mistake | None, str | None]] = []
+    results: list[Mistake | None] = []
 
     def on_line(line: str) -> None:
         text, found, result = line.partition(key)
@@ -193,59 +177,48 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
             show(text.rstrip("\n"), flush=True)
         with suppress(ValueError, TypeError, LookupError, AttributeError):  # an answer can read the key, and forge this
             if found:
-                made, numbers = json.loads(result)
+                made = json.loads(result)
                 mistake = Mistake(*made) if made else None
                 report(answer.label, answer.name, mistake)
-                results.append((mistake, numbers))
+                results.append(mistake)
 
     command = [sys.executable, "-u", "-c", START, answer.path, str(answer.cell or ""), key]
     try:
         finished = subprocesses.run(command, seconds=seconds, on_line=on_line)
     except OSError as error:
-        return Mistake("not-graded", f"no process could start ({error.strerror})"), None
+        return Mistake("not-graded", f"no process could start ({error.strerror})")
     for line in finished.err.splitlines() if results else ():  # without results, it is not the answer's
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
             show(line, file=sys.stderr)
     if finished.status is None:
-        return Mistake("time-limit", f"no result after {seconds:g} seconds"), None
+        return Mistake("time-limit", f"no result after {seconds:g} seconds")
     if results:
         return results[-1]
     try:
         subprocesses.raise_for_status("the process", finished)
     except Error as error:
-        return Mistake("not-graded", str(error)), None
-    return Mistake("not-graded", "the process ended before any case"), None
+        return Mistake("not-graded", str(error))
+    return Mistake("not-graded", "the process ended before any case")
 
 
 def main(path: str, cell: str, key: str) -> None:
-    """Run the hidden cases, and print the result after the key.
-
-    The answer runs in a grandchild, so an answer that kills its parent does not end the grading. Where Linux allows it,
-    the grandchild is in a PID namespace, so an answer that kills all processes does not end the grading either.
-    """
-    if sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1:  # a namespace allows no new threads here
-        unshare = ctypes.CDLL(None).unshare
-        if unshare(CLONE_NEWPID):
-            unshare(CLONE_NEWUSER | CLONE_NEWPID)  # as a user other than root
-    for _ in range(2):
-        if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
+    """Run the hidden cases, and print the result after the key."""
     from gluon_mgpu.exercises import steps  # noqa: F401  # if MXNet cannot be imported, this fails before any result
 
     output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout
 
-    def send(*result: Any) -> None:
-        print(key + json.dumps(result), file=output, flush=True)
+    def send(*mistake: str) -> None:
+        print(key + json.dumps(mistake), file=output, flush=True)
 
-    send(("ended-early", "the process ended before all cases were tried"), None)  # holds unless a result follows
+    send("ended-early", "the process ended before all cases were tried")  # holds unless a result follows
     for limit, value in LIMITS.items():
         with suppress(ValueError):  # a lower limit is set
             resource.setrlimit(limit, (value, value))
     sys.path.append(str(Path(path).parent.absolute()))  # the last: it may contain a random.py, too
     try:
         [answer] = [answer for answer in exercises.answers(path) if str(answer.cell or "") == cell]
-        send(None, run_cases(answer.name, answer.code, answer.label))
+        run_cases(answer.name, answer.code, answer.label)
+        send()  # no mistake
     except Mistake as mistake:
-        send((mistake.name, mistake.case), None)
+        send(mistake.name, mistake.case)
     os._exit(0)  # does not wait for operators that the answer left in the engine's queue

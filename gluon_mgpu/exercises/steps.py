@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import mxnet as mx
 import numpy as np
-from mxnet import Context, MXNetError, gluon, nd
+from mxnet import MXNetError, gluon, nd
 from mxnet.gluon import nn
 from mxnet.ndarray import NDArray
 
@@ -20,7 +18,6 @@ from gluon_mgpu.exercises.cases import Backward, Copy, Function, Wait, compare, 
 
 K = 3  # devices in the Gluon exercises
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue
-SEEDS, SHAPES = 60, ((4, 3), (100,))  # for seeds: number of calls, shapes of weights and masks
 
 
 def _rows(shards: list[NDArray]) -> list[list[float]]:
@@ -121,15 +118,13 @@ def step(answer: Function) -> None:
 def _check_work(case: str, events: list[Any], k: int, sizes: Sequence[int]) -> None:
     """Check, by what each device received and sent, that it computed the gradient of its own examples of each batch."""
     n, shard = sum(sizes), 2 * sum(size // k for size in sizes)
-    copies = [event for event in events if isinstance(event, Copy)]
+    sent, received = cases.traffic(events)
     for device in contexts(k)[1:]:
-        received = sum(copy.size for copy in copies if copy.target == device)
-        sends = any(copy.source == device for copy in copies)
-        case = f"{case}; {device} received {received} numbers, and sent {'some' if sends else 'none'}"
-        if received < shard:
-            raise Mistake("no-copy" if sends else "idle-devices", case)
-        if not sends:
-            raise Mistake("whole-batch" if received >= 2 * n else "no-copy", case)
+        case = f"{case}; {device} received {received[device]} numbers, and sent {sent[device]}"
+        if received[device] < shard:
+            raise Mistake("no-copy" if sent[device] else "idle-devices", case)
+        if not sent[device]:
+            raise Mistake("whole-batch" if received[device] >= 2 * n else "no-copy", case)
 
 
 def accumulate(answer: Function) -> None:
@@ -294,83 +289,6 @@ def stats(answer: Function) -> None:
     compare(case, found, mean, mistakes, before)
     cases.copies(case, events, 2 * (K - 1) * mean.size, allow_numpy=True)
     cases.first(case, {"changes-others": not cases.same(_numbers(net, ".*(gamma|beta)"), others)})
-
-
-@contextmanager
-def _sources() -> Iterator[dict[Context | None, int | None]]:
-    """Record where a device's random numbers may come from: {device: its seed, or None for a mask from the host}.
-    The device None stands for all devices."""
-    found: dict[Context | None, int | None] = {}
-    library, copy_from = mx.base._LIB, NDArray._sync_copyfrom
-    seed_all, seed_one = library.MXRandomSeed, library.MXRandomSeedContext
-
-    def all_seeded(*seed: Any) -> Any:
-        found[None] = None
-        return seed_all(*seed)
-
-    def one_seeded(seed: Any, kind: int, number: int) -> Any:
-        found[Context(Context.devtype2str[kind], number)] = seed.value
-        return seed_one(seed, kind, number)
-
-    def copied(array: NDArray, source: Any) -> Any:
-        if array.shape == SHAPES[1]:
-            found[array.context] = None
-        return copy_from(array, source)
-
-    library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = all_seeded, one_seeded, copied
-    try:
-        yield found
-    finally:
-        library.MXRandomSeed, library.MXRandomSeedContext, NDArray._sync_copyfrom = seed_all, seed_one, copy_from
-
-
-def seeds(answer: Function) -> str:
-    """Returns the numbers of the first call, which must be the same in every process."""
-    ctx, drawn = contexts(K), []
-    for seed in (1, 1, *range(2, SEEDS)):
-        with recording() as events, _sources() as sources:
-            result = answer(ctx, seed) or (None, None)
-        if isinstance(result, (list, tuple)) and len(result) != 2:
-            raise Mistake("wrong-number", f"expected two lists; the function returned a list of {len(result)}")
-        weights, masks = (values(cases.listed(arrays, ctx, shape)) for arrays, shape in zip(result, SHAPES))
-        case = f"seed {seed}, {K} devices; the first 3 weights and 6 elements of the mask on each device:"
-        case = f"{case}\n{shown([w[:3] for w in weights])}\n{shown([m[:6] for m in masks])}"
-        mistakes = {
-            "not-random": any(not np.ptp(numbers) for numbers in weights + masks),
-            "different-weights": not all(np.array_equal(w, weights[0]) for w in weights),
-            "same-masks": any(np.array_equal(masks[i], masks[j]) for i in range(K) for j in range(i)),
-            "not-a-mask": any(not set(m) <= {0, 1} for m in masks),
-        }
-        cases.first(case, mistakes)
-        copied = [event.target for event in events if isinstance(event, Copy) and event.size >= masks[0].size]
-        sources |= dict.fromkeys(copied)
-        if sources and None not in sources:
-            seeded = [number for c, number in sources.items() if c in ctx and number is not None]
-            missing = [c for c in ctx if c not in sources]
-            case = f"{case}\nseeds of the devices: {seeded}; not seeded: {missing}"
-            cases.first(case, {"seeds-one-device": missing, "same-masks": len(set(seeded)) < len(seeded)})
-        drawn.append((case, weights[0], np.array(masks)))
-    first, again, *_ = drawn
-    for part in (1, 2):
-        if not np.array_equal(first[part], again[part]):
-            raise Mistake("not-repeatable", f"first call: {first[0]}\nsecond call: {again[0]}")
-        same = [other[0] for other in drawn[2:] if np.array_equal(first[part], other[part])]
-        if same:
-            raise Mistake("ignores-seed", f"{first[0]}\n{same[0]}")
-    weights, masks = np.concatenate([w for _, w, _ in drawn]), np.concatenate([m for *_, m in drawn], axis=1)
-    mean, std, beyond = weights.mean(), weights.std(), np.mean(abs(weights) > 2)
-    if abs(mean) > 0.2 or abs(std - 1) > 0.15 or abs(beyond - 0.046) > 0.025:
-        case = f"{weights.size} weights: mean {mean:.2f}, standard deviation {std:.2f}, {beyond:.1%} beyond -2 and 2"
-        raise Mistake("wrong-distribution", f"{case}; expected: 0, 1, 4.6%")
-    if abs(masks.mean() - 0.5) > 0.03:
-        raise Mistake("wrong-rate", f"{masks.mean():.0%} of the elements of all masks are 1; expected: 50%")
-    ones = masks.reshape(K, -1, 100).sum(axis=2)  # in each mask
-    for i, j in ((0, 1), (1, 2), (2, 0)):
-        equal = np.mean(masks[i] == masks[j])
-        if abs(equal - 0.5) > 0.05 or (ones[i] == ones[j]).all():
-            case = f"the masks of devices {i} and {j}: {equal:.0%} of the elements are equal; expected: 50%"
-            raise Mistake("related-masks", f"{case}; numbers of ones: {ones[i][:3]}..., {ones[j][:3]}...")
-    return first[0]
 
 
 class Devices:

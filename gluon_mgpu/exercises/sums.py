@@ -12,9 +12,8 @@ import numpy as np
 from mxnet import Context, nd
 
 from gluon_mgpu.exercises import Mistake, cases
-from gluon_mgpu.exercises.cases import Copy, Function, Known, Numbers, compare, contexts, recording, shown, values
+from gluon_mgpu.exercises.cases import Copy, Function, Numbers, compare, contexts, recording, shown, values
 
-SIZES = ((4, 8), (2, 4), (3, 6), (3, 8))  # numbers of devices, lengths of vectors
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
 
@@ -60,16 +59,12 @@ def _rounds(found: Numbers, right: Numbers, events: list[Any], needed: int) -> d
 
 def _traffic(case: str, events: list[Any], rounds: int, k: int, n: int) -> None:
     """Check that arrays were copied, and that no device sent or received more than a chunk in each round."""
-    elements: Counter[str] = Counter()
     copies = cases.copies(case, events, rounds * n)  # in each round, every element is sent once
-    for copy in copies:
-        elements[f"{copy.source} sends"] += copy.size
-        elements[f"{copy.target} receives"] += copy.size
-    (device, most), chunk = elements.most_common(1)[0], math.ceil(n / k)
+    most, chunk = max(max(elements.values()) for elements in cases.traffic(events)), math.ceil(n / k)
     enough = rounds * chunk
     if most > enough:
         one_more = most <= enough + chunk and max(copy.size for copy in copies) <= chunk
-        case = f"{case}; {device} {most} elements; {enough} are enough"
+        case = f"{case}; a device sends or receives {most} elements; {enough} are enough"
         raise Mistake("extra-round" if one_more else "too-much-traffic", case)
 
 
@@ -130,56 +125,37 @@ def _chunks(vectors: Numbers) -> Numbers:
     return [x[len(x) * i // k : len(x) * (i + 1) // k] for i, x in enumerate(vectors)]
 
 
-def _exchange(answer: Function, before: Numbers, right: Numbers, mistakes: Known) -> None:
-    """Check half a ring allreduce. before, right: each device's array before the call, and the correct one after it."""
-    k, arrays = len(before), cases.on_devices(before)
-    with recording() as events:
-        result = answer([*arrays])
-    found = values(cases.listed(result, contexts(k)))
-    if "misplaced-chunks" in mistakes and not cases.same(values(arrays), before):  # sums are somewhere else
-        others = [name for name in mistakes if name not in ("misplaced-chunks", "no-sum")]
-        mistakes = {
-            "misplaced-chunks": [*mistakes["misplaced-chunks"], _chunks(before)],
-            **{name: mistakes[name] for name in others},
-            "no-sum": np.isin(np.concatenate(found), before).all(),
-        }
-    case = f"{k} devices with {shown(before)}"
-    rounds = _rounds(found, right, events, k - 1)
-    in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
-    too_few = {name: made for name, made in rounds.items() if name == "missing-round" and made and len(events) >= k}
-    compare(case, found, right, {**too_few, **mistakes, "wrong-order": in_order, **rounds})
-    for array, x in zip(result, right):
-        cases.listed([array], shape=x.shape)
-    _traffic(case, events, k - 1, k, max(len(x) for x in [*before, *right]))
-
-
 def reduce_scatter(answer: Function) -> None:
-    for k, n in SIZES:
+    for k, n in ((4, 8), (2, 4), (3, 6), (3, 8)):
         before = cases.vectors(k, n)
-        total = np.sum(before, axis=0)
+        arrays, total = cases.on_devices(before), np.sum(before, axis=0)
         own, right = _chunks(before), _chunks([total] * k)
+        with recording() as events:
+            result = answer([*arrays])
+        found = values(cases.listed(result, contexts(k)))
+        others = [right[i:] + right[:i] for i in range(1, k)] + [right[::-1]]
+        in_order = all(sorted(x) == sorted(r) for x, r in zip(found, right))
+        rounds = _rounds(found, right, events, k - 1)
+        too_few = {name: made for name, made in rounds.items() if name == "missing-round" and made and len(events) >= k}
+        no_sum: Any = [before, own, *(_chunks([x] * k) for x in before)]
+        if not cases.same(values(arrays), before):  # sums are somewhere else
+            others.append(own)
+            no_sum = np.isin(np.concatenate(found), before).all()
         mistakes = {
+            **too_few,
+            "misplaced-chunks": others,
             "not-scattered": [total],
-            "no-sum": [before, own, *(_chunks([x] * k) for x in before)],
             "mean": [[x / k for x in right]],
             "sums-twice": [[x + y for x, y in zip(right, own)]],
             "own-chunks": [[sum(_chunks([x] * k)) for x in before]] if n % k == 0 else [],
-            "misplaced-chunks": [right[i:] + right[:i] for i in range(1, k)] + [right[::-1]],
+            "no-sum": no_sum,
+            "wrong-order": in_order,
+            **rounds,
         }
-        _exchange(answer, before, right, mistakes)
-
-
-def all_gather(answer: Function) -> None:
-    for k, n in SIZES:
-        (total,) = cases.vectors(1, n)
-        parts = _chunks([total] * k)
-        padded = [np.concatenate([part * (i == j) for j, part in enumerate(parts)]) for i in range(k)]
-        mistakes = {
-            "not-gathered": [parts, padded, [np.tile(part, k) for part in parts]],
-            "one-replica": [[total, *parts[1:]]],
-            "sum": n % k == 0 and [np.sum(parts, axis=0)],
-        }
-        _exchange(answer, parts, [total] * k, mistakes)
+        compare(f"{k} devices with {shown(before)}", found, right, mistakes)
+        for array, x in zip(result, right):
+            cases.listed([array], shape=x.shape)
+        _traffic(f"{k} devices with {shown(before)}", events, k - 1, k, n)
 
 
 def zero1(answer: Function) -> None:
@@ -318,10 +294,7 @@ def _check_block(case: str, events: list[Any], ctx: Sequence[Context], h: int, X
 
     X, row, output: the sizes of the input, of the parameters of one hidden value, and of the output.
     """
-    sent, received = Counter[Context](), Counter[Context]()
-    for copy in (event for event in events if isinstance(event, Copy)):
-        sent[copy.source] += copy.size
-        received[copy.target] += copy.size
+    sent, received = cases.traffic(events)
     for i, device in enumerate(ctx):
         count, found = h // len(ctx), received[device]
         mine = X + count * row if i else 0

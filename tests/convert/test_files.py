@@ -1,28 +1,29 @@
 """Graph files of other people: names of inputs and outputs, old attributes, tolerance, messages, and the code."""
 
-import contextlib
+import functools
 import json
+import operator
 import runpy
 
 import numpy as np
 import pytest
 from conversions import ONNX, PYTORCH, TARGETS, files, needs
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet import symbol as s
 from runs import call
 
 from gluon_mgpu import convert
 from gluon_mgpu.commands.convert import convert as command
-from gluon_mgpu.convert import network, to_pytorch
-from gluon_mgpu.convert.params import TYPES, load_params
+from gluon_mgpu.convert import exported
 from gluon_mgpu.support.errors import Error, UsageError
 
+pytestmark = pytest.mark.slow
 X = s.var("data")
 
 
 def test_an_output_near_zero_may_differ_by_the_rounding_of_typical_outputs():
-    samples = [network.Sample((np.zeros((3, 1)),), [np.array([[1.0], [-2.0], [1e-9]])])]
-    given = network.Network({}, {}, ["data"], samples)
+    samples = [exported.Sample((np.zeros((3, 1)),), [np.array([[1.0], [-2.0], [1e-9]])])]
+    given = exported.Exported({}, {}, ["data"], samples)
     assert given.relative_error([[np.array([[1.0], [-2.0], [2e-9]])]]) < 1e-8
     assert given.relative_error([[np.array([[1.0], [-2.0], [0.01]])]]) > 1e-3
     assert given.relative_error([[np.array([[1.0], [-2.0], [np.nan]])]]) != given.relative_error(
@@ -33,40 +34,10 @@ def test_an_output_near_zero_may_differ_by_the_rounding_of_typical_outputs():
 @needs("pytorch")
 def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
     given = convert.from_files(*files(tmp_path, s.FullyConnected(X, num_hidden=2)), (6,)).compute()
-    given.samples = [network.Sample(inputs, [1.001 * Y for Y in outputs]) for inputs, outputs in given.samples]
+    given.samples = [exported.Sample(inputs, [1.001 * Y for Y in outputs]) for inputs, outputs in given.samples]
     with pytest.raises(Error):
         convert.save(given, "pytorch", str(tmp_path / "net"))
     convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=0.01)
-
-
-@needs("pytorch")
-def test_differences_of_the_size_of_rounding_are_accepted_up_to_ten_times_the_tolerance(tmp_path):
-    given = convert.from_files(*files(tmp_path, s.sin(s.broadcast_mul(X, s.var("scale", shape=(1, 1))))), (6,))
-    given.params["scale"] = np.array([[3000]], np.float32)  # rounding the inputs changes the angles by 0.0002 and more
-    given.compute()
-    given.samples = [network.Sample(inputs, [Y + 3e-4]) for inputs, [Y] in given.samples]
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    given.samples = [network.Sample(inputs, [Y + 3e-3]) for inputs, [Y] in given.samples]
-    with pytest.raises(Error):
-        convert.save(given, "pytorch", str(tmp_path / "other"))
-
-
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_attributes_without_effect_and_written_defaults_are_accepted(to, tmp_path):
-    x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
-    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
-    x = s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
-    attrs = {
-        "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
-        "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
-        "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
-        "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
-        "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
-        "LayerNorm": {"output_mean_var": "0"},
-        "log_softmax": {"use_length": "0", "temperature": "None"},
-    }
-    given = convert.from_files(*files(tmp_path, x, attrs, data=(2, 3, 8, 8)), (3, 8, 8))
-    convert.save(given, to, str(tmp_path / "net"))
 
 
 @needs("pytorch")
@@ -120,24 +91,58 @@ def lstm():
     return s.RNN(X, mode="lstm", state_size=4, num_layers=1, **states)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-@pytest.mark.parametrize("batch", [("n",), ()])
-def test_the_batch_may_be_the_second_axis(batch, to, tmp_path):
-    written = files(tmp_path, lstm(), data=(5, 2, 3), h=(1, 2, 4), c=(1, 2, 4))
-    inputs = {"data": (5, *batch, 3), "h": (1, *batch, 4), "c": (1, *batch, 4)}
-    given = convert.from_files(*written, inputs=inputs)
-    assert [X.shape[1] for X in given.samples[1].inputs] == [4, 4, 4]
-    convert.save(given, to, str(tmp_path / "net"))
+def old_layers():
+    x = s.LeakyReLU(s.Convolution(X, kernel=(3, 3), num_filter=2, name="conv"), act_type="prelu")
+    x = s.UpSampling(s.BatchNorm(s.BatchNorm(x), axis=-3), scale=2, sample_type="nearest")
+    return s.log_softmax(s.MakeLoss(s.LayerNorm(s.Reshape(x, shape=(0, -1)))))
+
+
+ATTRIBUTES = {  # without effect, or written defaults
+    "LeakyReLU": {"lower_bound": "0.125", "upper_bound": "0.334", "slope": "0.25"},
+    "UpSampling": {"multi_input_mode": "concat", "num_filter": "0", "workspace": "512"},
+    "Reshape": {"target_shape": "(0, 0)", "keep_highest": "False", "reverse": "0"},
+    "MakeLoss": {"grad_scale": "1.0", "normalization": "null", "valid_thresh": "0.0"},
+    "BatchNorm": {"output_mean_var": "0", "use_global_stats": "0", "cudnn_off": "0"},
+    "LayerNorm": {"output_mean_var": "0"},
+    "log_softmax": {"use_length": "0", "temperature": "None"},
+}
+LENGTHS = s.SequenceMask(X, s.var("size"), use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)
+WORDS = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1)
+LSTM = {"data": (5, 2, 3), "h": (1, 2, 4), "c": (1, 2, 4)}
+# {what is special: the network, its inputs with a batch, the shapes given for them, the last inputs of the check}
+NETWORKS = {
+    "old attributes": (old_layers(), {"data": (2, 3, 8, 8)}, {"data": (3, 8, 8)}, [(2, 3, 8, 8)]),
+    "batch on axis 1": (
+        *(lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}),
+        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
+    ),
+    "batch on axis 1, found": (
+        *(lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}),
+        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
+    ),
+    "lengths": (
+        *(s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}),
+        [(2, 10, 6), (2,)],
+    ),
+    "one example": (
+        *(s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4), {"data": (1, 6)}, {"data": (6,)}),
+        [(1, 6)],
+    ),
+    "inputs of different ranks": (
+        s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2)),
+        *({"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
+    ),
+}
 
 
 @pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_lengths_are_numbers_of_each_example(to, tmp_path):
-    size = s.var("size")
-    x = s.Group([s.SequenceMask(X, size, use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)])
-    given = convert.from_files(*files(tmp_path, x, data=(2, 5, 3), size=(2,)), inputs={"data": (5, 3), "size": ()})
-    lengths = np.concatenate([sample.inputs[given.inputs.index("size")] for sample in given.samples])
-    assert set(lengths) <= set(range(1, 38)) and len(set(lengths)) > 1
-    convert.save(given, to, str(tmp_path / "net"))
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_network_is_converted_for_all_sizes_that_it_accepts(kind, to, tmp_path):
+    network, shapes, inputs, largest = NETWORKS[kind]
+    given = convert.from_files(*files(tmp_path, network, ATTRIBUTES, **shapes), inputs=inputs)
+    report = convert.save(given, to, str(tmp_path / "net"))
+    assert [array.shape for array in given.samples[-1].inputs] == largest
+    assert ("one example" in report) == (kind == "one example")
 
 
 def test_inputs_are_drawn_for_what_the_network_does_with_them(tmp_path):
@@ -173,13 +178,6 @@ def test_all_operators_that_cannot_be_converted_are_listed_with_a_reason_before_
     assert all(word in str(error.value) for word in ("waves", "back", "supported")) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_a_network_for_one_example_is_converted_and_the_report_says_so(to, tmp_path):
-    x = s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4)
-    given = convert.from_files(*files(tmp_path, x, data=(1, 6)), (6,))
-    assert "one example" in convert.save(given, to, str(tmp_path / "net"))
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (3, 4), (3, 4, 2)])
 def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
     given = convert.from_files(*files(tmp_path, s.SoftmaxOutput(X, name="classes"), data=(2, *shape)), shape).compute()
@@ -189,161 +187,56 @@ def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
         np.testing.assert_allclose(found, powers / total, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_inputs_of_different_ranks_grow_together_where_the_network_needs_it(to, tmp_path):
-    x = s.broadcast_mul(
-        s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1), s.expand_dims(s.var("mask"), 2)
-    )
-    given = convert.from_files(*files(tmp_path, x, data=(2, 7), mask=(7, 2)), inputs={"data": (7,), "mask": (7, "n")})
-    assert {array.shape for array in given.samples[-1].inputs} == {(2, 14), (14, 2)}
-    convert.save(given, to, str(tmp_path / "net"))
+# A place in the graph of relu (node 1) and FullyConnected (node 4), and its value
+DAMAGE = [
+    (("nodes", 1, "inputs", 0), [4, 0, 0]),  # a cycle
+    (("nodes", 4, "inputs", 0), [99, 0, 0]),
+    (("nodes", 4, "inputs", 0, 1), 7),  # an output that does not exist
+    (("heads", 0), [99, 0, 0]),
+    (("nodes", 4, "attrs", "num_hidden"), 2),  # not text
+    (("nodes", 0, "name"), None),
+]
 
 
-def unit(x, name, channels=4, stride=1):
-    """A residual block. name: of its layers, which may contain {} for the layer's number."""
-    options = {"kernel": (3, 3), "pad": (1, 1), "num_filter": channels}
-    y = s.Convolution(x, stride=(stride, stride), name=name.format("conv0"), **options)
-    y = s.Activation(s.BatchNorm(y, name=name.format("bn0")), act_type="relu")
-    if stride > 1:
-        x = s.Convolution(x, kernel=(1, 1), stride=(2, 2), num_filter=channels, name=name.format("short"))
-    return s.Activation(s.Convolution(y, name=name.format("conv1"), **options) + x, act_type="relu")
-
-
-def residual():
-    """Two blocks are equal, two differ only in numbers, and names show the stages."""
-    x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=4, name="net_stem")
-    x = unit(unit(x, "net_stage1_a_{}"), "net_stage1_b_{}")
-    x = unit(unit(x, "net_stage2_unit1_{}", 8, 2), "net_stage2_unit2_{}", 8)
-    x = unit(x, "net_stage3_{}", 12, 2)
-    return s.FullyConnected(s.Pooling(x, global_pool=True, kernel=(1, 1)), num_hidden=3, name="net_fc"), {
-        "data": (3, 8, 8)
-    }
-
-
-def tagger():
-    h, c = s.zeros((2, 0, 5)), s.zeros((2, 0, 5))
-    x = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4, name="net_words"), dim1=0, dim2=1)
-    x = s.RNN(x, s.var("net_lstm_parameters"), h, c, mode="lstm", state_size=5, num_layers=1, bidirectional=True)
-    return s.FullyConnected(s.swapaxes(x, dim1=0, dim2=1), num_hidden=3, flatten=False, name="net_tags"), {"data": (6,)}
-
-
-def encoder():
-    """The mask is computed inside the first of the graph's equal blocks."""
-    x = s.Embedding(X, input_dim=9, output_dim=4, name="net_words")
-    mask = s.expand_dims(s.var("mask"), 1)
-    for k in range(3):
-        query, key, value = (
-            s.FullyConnected(x, num_hidden=4, flatten=False, name=f"net_cell{k}_{name}")
-            for name in ("query", "key", "value")
-        )
-        weights = s.softmax(s.broadcast_mul(s.batch_dot(query, key, transpose_b=True), mask))
-        x = s.LayerNorm(x + s.batch_dot(weights, value), name=f"net_cell{k}_norm")
-    return x, {"data": (6,), "mask": (6,)}
-
-
-KEYS = {
-    residual: {
-        "stem.weight": "stem_weight",
-        "stage1.1.conv1.bias": "stage1_b_conv1_bias",
-        "stage2.0.short.weight": "stage2_unit1_short_weight",
-        "stage2.1.bn0.running_mean": "stage2_unit2_bn0_moving_mean",
-        "stage3.conv0.weight": "stage3_conv0_weight",
-    },
-    tagger: {"words.weight": "words_weight", "tags.bias": "tags_bias"},
-    encoder: {"words.weight": "words_weight", "cell.2.norm.weight": "cell2_norm_gamma"},
-}
-
-
-@needs("pytorch")
-@pytest.mark.parametrize("build, classes", [(residual, 2), (tagger, 0), (encoder, 1)])
-def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameters(build, classes, tmp_path):
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import load_model
-
-    symbol, shapes = build()
-    written = files(tmp_path, symbol, **{name: (2, *shape) for name, shape in shapes.items()})
-    given = convert.from_files(*written, inputs=shapes).compute()
-    to_pytorch.write(given, str(tmp_path / "net"))
-    net = runpy.run_path(str(tmp_path / "net.py"))["Net"]()
-    load_model(net, tmp_path / "net.safetensors")
-    net.eval()
-    with torch.no_grad():
-        found = [[net(*map(torch.from_numpy, inputs)).numpy()] for inputs, _ in given.samples]
-    assert given.relative_error(found) < 1e-5
-    state = net.state_dict()
-    with safe_open(tmp_path / "net.safetensors", "np") as file:
-        names = file.metadata()
-    assert {key: names[key] for key in KEYS[build]} == {key: f"net_{name}" for key, name in KEYS[build].items()}
-    assert all(np.array_equal(state[key], given.params[name]) for key, name in names.items())
-    code = (tmp_path / "net.py").read_text()
-    assert code.count("\nclass ") == classes + 1 and "transpose(0, 1)" not in code
-
-
-@needs("pytorch")
-def test_blocks_that_share_layers_are_not_repeated(tmp_path):
-    weight, bias = s.var("weight", shape=(4, 6)), s.var("bias")
-    x = X
-    for k in range(2):
-        y = s.FullyConnected(x, weight=weight, bias=bias, num_hidden=4, name=f"cell{k}_a")
-        y = s.FullyConnected(s.sigmoid(y), num_hidden=6, name=f"cell{k}_b")
-        x = x + s.tanh(y)
-    convert.save(convert.from_files(*files(tmp_path, x), (6,)), "pytorch", str(tmp_path / "net"))
-    assert (tmp_path / "net.py").read_text().count("\nclass ") == 1
-
-
-@needs("pytorch")
-def test_an_unrolled_cell_has_one_name_for_all_time_steps(tmp_path):
-    cell = gluon.rnn.LSTMCell(4, input_size=5, prefix="lstm_")
-    outputs, _ = cell.unroll(3, X, layout="NTC", merge_outputs=True, begin_state=[s.var("h"), s.var("c")])
-    given = convert.from_files(*files(tmp_path, outputs, data=(2, 3, 5), h=(2, 4), c=(2, 4)), (4,), (4,), (3, 5))
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    names = [name for name, _ in runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()]
-    assert names == ["i2h", "h2h"]
-
-
-def damage(graph, way):
-    nodes = graph["nodes"]
-    if way == "a cycle":
-        nodes[1]["inputs"][0] = [len(nodes) - 1, 0, 0]
-    elif way == "a node that does not exist":
-        nodes[-1]["inputs"][0] = [99, 0, 0]
-    elif way == "an output that does not exist":
-        nodes[-1]["inputs"][0][1] = 7
-    elif way == "a head that does not exist":
-        graph["heads"] = [[99, 0, 0]]
-    elif way == "an attribute that is a number":
-        nodes[-1]["attrs"]["num_hidden"] = 2
-    elif way == "no names":
-        [node.pop("name") for node in nodes]
-
-
-WAYS = ["a cycle", "a node that does not exist", "an output that does not exist", "a head that does not exist"]
-
-
-@pytest.mark.parametrize("way", [*WAYS, "an attribute that is a number", "no names"])
-def test_a_damaged_graph_is_refused(way, tmp_path):
+@pytest.mark.parametrize("place, value", DAMAGE)
+def test_a_damaged_graph_is_refused(place, value, tmp_path):
     symbol, params = files(tmp_path, s.FullyConnected(s.relu(X), num_hidden=2))
     graph = json.loads(symbol.read_text())
-    damage(graph, way)
+    functools.reduce(operator.getitem, place[:-1], graph)[place[-1]] = value
     symbol.write_text(json.dumps(graph))
     with pytest.raises(UsageError, match="not the graph"):
         convert.from_files(symbol, params, (6,))
 
 
-def test_arrays_are_those_that_mxnet_reads_and_each_damaged_file_is_refused_or_read(tmp_path):
-    path, random = tmp_path / "n.params", np.random.default_rng(0)
-    arrays = {f"arg:{kind}": nd.array(random.integers(0, 2, (3, 2)), dtype=kind) for kind in TYPES}
-    nd.save(str(path), arrays)
-    found, content = load_params(path), path.read_bytes()
-    assert found.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert found[name].dtype == array.dtype and np.array_equal(found[name], array.asnumpy())
-    for place in range(0, len(content), 3):
-        for damaged in (content[:place], content[:place] + b"\xff" + content[place + 1 :]):
-            path.write_bytes(damaged)
-            with contextlib.suppress(ValueError):
-                load_params(path)
+@pytest.mark.parametrize("kind", "float64 float16 uint8 int32 int8 int64".split())
+def test_parameters_keep_their_type_except_floating_point_numbers(kind, tmp_path):
+    symbol, params = files(tmp_path, s.FullyConnected(X, num_hidden=2, name="fc"))
+    before = nd.load(str(params))
+    nd.save(str(params), {**before, "arg:fc_bias": nd.array([1, 0], dtype=kind)})
+    bias = convert.from_files(symbol, params, (6,)).params["fc_bias"]
+    assert bias.dtype == ("float32" if "float" in kind else kind) and bias.tolist() == [1, 0]
+
+
+def test_a_truncated_file_or_one_without_names_is_refused(tmp_path):
+    symbol, params = files(tmp_path, s.FullyConnected(X, num_hidden=2))
+    content = params.read_bytes()
+    for length in range(0, len(content), 5):
+        params.write_bytes(content[:length])
+        with pytest.raises(UsageError):
+            convert.from_files(symbol, params, (6,))
+    nd.save(str(params), [nd.ones(2)])
+    with pytest.raises(UsageError):
+        convert.from_files(symbol, params, (6,))
+
+
+@pytest.mark.parametrize("name, lowest", [("which", 0), ("length", 1)])
+def test_indices_and_lengths_are_drawn_for_the_default_axis(name, lowest, tmp_path):
+    classes = s.pick(X, s.var("which")), s.softmax(X, s.cast(s.var("length"), "int32"), use_length=True)
+    given = convert.from_files(
+        *files(tmp_path, classes[lowest], data=(2, 4, 50), **{name: (2, 4)}), inputs={"data": (4, 50), name: (4,)}
+    )
+    drawn = np.concatenate([sample.inputs[given.inputs.index(name)].ravel() for sample in given.samples])
+    assert drawn.min() >= lowest and drawn.max() > 25
 
 
 def test_output_removes_operators_that_mxnet_does_not_know_and_messages_suggest_it(tmp_path):
@@ -362,7 +255,7 @@ def test_float64_accepts_rounding_but_no_other_difference(tmp_path, monkeypatch)
     x = s.broadcast_mul(s.sum(s.broadcast_sub(X + 1e8, s.var("shift", shape=(1, 1))), axis=1), s.ones((1,)))
     given = convert.from_files(*files(tmp_path, x), (6,)).compute()
     given.params["shift"] = np.array([[1e8]], np.float32)  # cancels all but a few digits
-    given.samples = [network.Sample(inputs, given.predict(inputs)) for inputs, _ in given.samples]
+    given.samples = [exported.Sample(inputs, given.predict(inputs)) for inputs, _ in given.samples]
     exact = [[np.sum(np.float64(inputs[0]), axis=1)] for inputs, _ in given.samples]
     assert given.relative_error(exact) > 1e-3 and given.is_rounding(exact)
     assert not given.is_rounding([[1.01 * Y] for [Y] in exact])
@@ -382,7 +275,7 @@ def test_a_file_that_hides_a_module_is_refused_and_nan_and_int8_are_said(tmp_pat
     given.params["fc_weight"] = np.full_like(given.params["fc_weight"], np.nan)
     assert "NaN: fc_weight" in convert.save(given, "gluon", str(tmp_path / "nan"))
     given.params["fc_weight"] = np.ones((2, 6), np.int8)
-    given.samples = [network.Sample(inputs, []) for inputs, _ in given.samples]
+    given.samples = [exported.Sample(inputs, []) for inputs, _ in given.samples]
     with pytest.raises(Error, match="int8: fc_weight"):
         convert.save(given, "gluon", str(tmp_path / "int8"))
 
@@ -406,14 +299,3 @@ def test_computing_leaves_the_parameters_unchanged(tmp_path):
     given.compute()
     given.predict(given.samples[0].inputs)
     assert all(np.array_equal(array, given.params[name]) for name, array in before.items())
-
-
-@pytest.mark.parametrize("to", [PYTORCH, ONNX])
-def test_boxes_are_inputs_inside_the_image(to, tmp_path):
-    options = {"pooled_size": (2, 3), "spatial_scale": 0.5, "sample_ratio": 2}
-    x = s.contrib.ROIAlign(s.Convolution(X, kernel=(3, 3), stride=(2, 2), num_filter=4), s.var("rois"), **options)
-    written = files(tmp_path, x, data=(2, 3, 16, 16), rois=(2, 5))
-    given = convert.from_files(*written, inputs={"data": (3, 16, 16), "rois": (5,)})
-    convert.save(given, to, str(tmp_path / "net"))
-    boxes = np.concatenate([sample.inputs[given.inputs.index("rois")] for sample in given.samples])
-    assert not boxes[:, 0].any() and 4 < boxes[:, 1:].max() < 32

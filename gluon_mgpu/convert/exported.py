@@ -25,8 +25,7 @@ from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate
-from gluon_mgpu.convert.params import load_params
-from gluon_mgpu.convert.registry import TRUE, attributes, is_known, simple
+from gluon_mgpu.convert.registry import TRUE, attributes, is_known, parse, simple
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.support.errors import Error, UsageError
 
@@ -42,14 +41,12 @@ LOSSES = {
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, "length", or "boxes" (batch index, x1, y1, x2, y2)}. Operators have their
-# simple names.
+# the size of an axis of the first input, or "length"}. Operators have their simple names.
 INDICES: dict[str, dict[int, str]] = {
     "embedding": {0: "input_dim"},
     "onehot": {0: "depth"},
     **dict.fromkeys(("take", "pick", "gathernd"), {1: "size"}),
     **dict.fromkeys(("sequencemask", "sequencelast", "sequencereverse", "softmax"), {1: "length"}),
-    **dict.fromkeys(("roialign", "roipooling"), {1: "boxes"}),
 }
 # Operators whose output contains numbers of their first input
 MOVES = """reshape transpose swapaxis expanddims squeeze slice sliceaxis slicelike slicechannel split splitv2 concat
@@ -64,11 +61,11 @@ class Sample(NamedTuple):
     """Inputs of a network, and the outputs that MXNet computes from them."""
 
     inputs: tuple[np.ndarray, ...]
-    outputs: list[np.ndarray]  # empty until Network.compute
+    outputs: list[np.ndarray]  # empty until Exported.compute
 
 
 @dataclass
-class Network:
+class Exported:
     """A network that maps one or more inputs to one or more outputs."""
 
     graph: Graph
@@ -79,7 +76,7 @@ class Network:
 
     @property
     def symbol(self) -> mx.sym.Symbol:
-        return load(self.graph)
+        return as_symbol(self.graph)
 
     @property
     def outputs(self) -> list[str]:
@@ -109,7 +106,7 @@ class Network:
         """Infer the shapes of each node's outputs from the inputs' shapes. Raises ValueError or MXNetError."""
         known = {**{name: array.shape for name, array in self.params.items()}, **dict(zip(self.inputs, inputs))}
         nodes = [{**node, "name": f"{i}_{node['name']}"} for i, node in enumerate(self.graph["nodes"])]
-        symbol = load({**self.graph, "nodes": nodes}).get_internals()
+        symbol = as_symbol({**self.graph, "nodes": nodes}).get_internals()
         names = {nodes[i]["name"]: node["name"] for i, node in enumerate(self.graph["nodes"]) if node["op"] == "null"}
         with self.np_shape(), contextlib.redirect_stdout(io.StringIO()):  # MXNet prints the arguments if it fails
             _, shapes, _ = symbol.infer_shape(**{i: known[name] for i, name in names.items() if name in known})
@@ -131,7 +128,7 @@ class Network:
         names = [*names[1 : batch + 1], "n", *names[batch + 1 :]]
         return [names[k] if len(set(sizes)) > 1 else sizes[0] for k, sizes in enumerate(zip(*shapes))]
 
-    def of_one_size(self) -> Network:
+    def of_one_size(self) -> Exported:
         """The same network, but only with those samples that differ from the first in nothing but their batch size."""
         axes = [self.batch_axes.get(name, 0) for name in self.inputs]
         sizes = [
@@ -139,7 +136,7 @@ class Network:
         ]
         return replace(self, samples=[sample for sample, size in zip(self.samples, sizes) if size == sizes[0]])
 
-    def compute(self) -> Network:
+    def compute(self) -> Exported:
         """Compute those outputs of the samples that are missing. Raises MXNetError."""
         for k, (X, outputs) in enumerate(self.samples):
             if not outputs:
@@ -172,12 +169,6 @@ class Network:
             typical = max(math.sqrt(np.mean(norm**2)), float(np.finfo(np.float32).tiny))
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
-
-    def rounding_error(self) -> float:
-        """The relative error of MXNet's own outputs if the inputs are rounded up."""
-        given = replace(self, samples=[Sample(X, self.predict(X)) for X, _ in self.samples])
-        rounded = (tuple(np.where(x == np.floor(x), x, np.nextafter(x, np.inf)) for x in X) for X, _ in self.samples)
-        return given.relative_error([self.predict(X) for X in rounded])
 
     def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
         """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
@@ -233,7 +224,7 @@ class Unsupported(Exception):
         self.fixed_size = fixed_size  # whether it can be converted for inputs of one size
 
 
-def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Network:
+def from_run(folder: str | Path, impl: str | None = None, data_dir: str | Path | None = None) -> Exported:
     """Load a run's network, with test images and the scores that impl computes (None: the run's own lesson).
 
     impl: "scratch", "highlevel" or a lesson file. Raises UsageError if the network is not a HybridBlock. Other
@@ -258,7 +249,7 @@ def from_files(
     *shapes: Given,
     inputs: Mapping[str, Given] | None = None,
     outputs: Iterable[str] = (),
-) -> Network:
+) -> Exported:
     """Load a network that HybridBlock.export or Module.save_checkpoint wrote, and draw random inputs.
 
     shapes: the shape of each input without the batch, such as (3, 224, 224), in the order data0, data1, ...; or inputs:
@@ -296,7 +287,7 @@ def from_files(
     raise UsageError("input", text, advice)
 
 
-def _draw(network: Network, given: dict[str, Given], counts: Iterable[int]) -> None:
+def _draw(network: Exported, given: dict[str, Given], counts: Iterable[int]) -> None:
     """Draw the network's samples. Raises ValueError or MXNetError if it does not accept inputs of these shapes."""
     random, network.samples = np.random.default_rng(0), []
     draws: tuple[Callable[[Shape], np.ndarray], ...] = (
@@ -317,15 +308,11 @@ def _draw(network: Network, given: dict[str, Given], counts: Iterable[int]) -> N
         integers, arrays = _integers(network, shapes), []
         for name, size in zip(network.inputs, sizes):
             low, high, dtype = integers.get(name, (0, 0, "float32"))
-            if dtype == "boxes":  # the corners are in order; the index of the image is 0
-                array = np.sort(high * random.random(size), axis=1) * (np.arange(size[1]) > 0)
-                arrays.append(array.astype(np.float32))
-                continue
             arrays.append((random.integers(low, high, size) if name in integers else draw(size)).astype(dtype))
         network.samples.append(Sample(tuple(arrays), []))
 
 
-def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[str] = ()) -> Network:
+def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[str] = ()) -> Exported:
     """Load a network without samples. outputs: the names of its outputs, or () for those of the file."""
     for file in (symbol_file, params_file):
         if not Path(file).is_file():
@@ -337,19 +324,22 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         raise UsageError(None, symbol_file, f"not the graph of a network ({why})") from None
     graph = _ending_with(graph, names, outputs)
     try:
-        read = _without_losses(json.loads(load(graph).tojson()))
+        read = _without_losses(json.loads(as_symbol(graph).tojson()))
     except (mx.MXNetError, ValueError) as error:
         advice = f"MXNet cannot load it ({last_line(error)}); --output NAME converts a part"
         raise UsageError(None, symbol_file, advice) from None
     read["attrs"].update(is_np_shape=graph["attrs"].get("is_np_shape", ["int", 0]))
-    network = Network(read, {}, [], [])
+    network = Exported(read, {}, [], [])
     try:
-        arrays = load_params(params_file)
-    except (OSError, ValueError) as error:
+        with network.np_shape():
+            arrays = nd.load(str(params_file)) or {}
+    except (mx.MXNetError, UnicodeDecodeError) as error:
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
+    if not isinstance(arrays, dict):
+        raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
     for name, array in arrays.items():
-        is_float = array.dtype.name in FLOATS
-        network.params[re.sub("^(arg|aux):", "", name)] = array.astype("float32", copy=False) if is_float else array
+        dtype = "float32" if np.dtype(array.dtype).name in FLOATS else array.dtype
+        network.params[re.sub("^(arg|aux):", "", name)] = array.asnumpy().astype(dtype, copy=False)
     nodes = read["nodes"]
     for node in nodes:
         attrs = node.get("attrs", {})
@@ -364,7 +354,7 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
     return network
 
 
-def load(graph: Graph) -> mx.sym.Symbol:
+def as_symbol(graph: Graph) -> mx.sym.Symbol:
     """MXNet's symbol of a graph. Raises MXNetError."""
     return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))  # MXNet cannot read \\u00e9
 
@@ -407,7 +397,7 @@ def _output_names(node: dict[str, Any]) -> list[str]:
         known = attributes(node["op"])
         alone["attrs"] = {key: value for key, value in node["attrs"].items() if key in known}
         graph = {"nodes": [*sources, alone], "heads": [[len(sources), 0, 0]], "arg_nodes": [*range(len(sources))]}
-        names = load({**graph, "attrs": {"mxnet_version": ["int", 10901]}}).get_internals().list_outputs()
+        names = as_symbol({**graph, "attrs": {"mxnet_version": ["int", 10901]}}).get_internals().list_outputs()
         return [other for other in names if not other.startswith("input ")]
     except mx.MXNetError:
         return [f"{name}_output"]
@@ -467,35 +457,35 @@ def _without_losses(graph: Graph) -> Graph:
         moved.append(len(nodes) - 1)
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
     graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
-    return json.loads(load(graph).tojson())  # without nodes that are no longer used
+    return json.loads(as_symbol(graph).tojson())  # without nodes that are no longer used
 
 
-def _integers(network: Network, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
-    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type.
-
-    For boxes: 0, the size of the image, and "boxes".
-    """
+def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
+    """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type."""
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
         for position, sizes in INDICES.get(simple(node["op"]), {}).items():
             if position >= len(inputs):  # no lengths
                 continue
-            kind = "boxes" if sizes == "boxes" else "int32" if simple(node["op"]) == "softmax" else "float32"
-            count = int(attrs.get(sizes, inputs[0][int(attrs.get("axis", 0))] if inputs[0] else 1))
-            if kind == "boxes":
-                count = int(inputs[0][2] / float(attrs["spatial_scale"]))
+            dtype = "int32" if simple(node["op"]) == "softmax" else "float32"
+            if sizes in attrs:
+                count = int(attrs[sizes])
+            else:
+                kind, default = attributes(node["op"]).get("axis", ("int", "0"))
+                axis = parse(kind, attrs.get("axis", default))
+                count = math.prod(inputs[0]) if axis is None or not inputs[0] else inputs[0][axis]
             low, high = (1, count + 1) if sizes == "length" else (0, count)
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
             _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), kind
+            found[name] = low, min(high, other), dtype
     return found
 
 
-def _grown(network: Network, shapes: list[Shape]) -> list[Shape]:
+def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:
     """Larger images or longer sequences, if the network accepts them. shapes: of the inputs, with the batch."""
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # axes that have the same place and size in some inputs
     for k, (name, shape) in enumerate(zip(network.inputs, shapes)):

@@ -1,0 +1,120 @@
+"""Layers of a converted network have MXNet's names, and groups of them that occur several times become classes."""
+
+import runpy
+
+import numpy as np
+import pytest
+from conversions import files, needs
+from mxnet import gluon
+from mxnet import symbol as s
+
+from gluon_mgpu import convert
+from gluon_mgpu.convert import to_pytorch
+
+X = s.var("data")
+
+
+def unit(x, name, channels=4, stride=1):
+    """A residual block. name: of its layers, which may contain {} for the layer's number."""
+    options = {"kernel": (3, 3), "pad": (1, 1), "num_filter": channels}
+    y = s.Convolution(x, stride=(stride, stride), name=name.format("conv0"), **options)
+    y = s.Activation(s.BatchNorm(y, name=name.format("bn0")), act_type="relu")
+    if stride > 1:
+        x = s.Convolution(x, kernel=(1, 1), stride=(2, 2), num_filter=channels, name=name.format("short"))
+    return s.Activation(s.Convolution(y, name=name.format("conv1"), **options) + x, act_type="relu")
+
+
+def residual():
+    """Two blocks are equal, two differ only in numbers, and names show the stages."""
+    x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=4, name="net_stem")
+    x = unit(unit(x, "net_stage1_a_{}"), "net_stage1_b_{}")
+    x = unit(unit(x, "net_stage2_unit1_{}", 8, 2), "net_stage2_unit2_{}", 8)
+    x = unit(x, "net_stage3_{}", 12, 2)
+    return s.FullyConnected(s.Pooling(x, global_pool=True, kernel=(1, 1)), num_hidden=3, name="net_fc"), {
+        "data": (3, 8, 8)
+    }
+
+
+def tagger():
+    h, c = s.zeros((2, 0, 5)), s.zeros((2, 0, 5))
+    x = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4, name="net_words"), dim1=0, dim2=1)
+    x = s.RNN(x, s.var("net_lstm_parameters"), h, c, mode="lstm", state_size=5, num_layers=1, bidirectional=True)
+    return s.FullyConnected(s.swapaxes(x, dim1=0, dim2=1), num_hidden=3, flatten=False, name="net_tags"), {"data": (6,)}
+
+
+def encoder():
+    """The mask is computed inside the first of the graph's equal blocks."""
+    x = s.Embedding(X, input_dim=9, output_dim=4, name="net_words")
+    mask = s.expand_dims(s.var("mask"), 1)
+    for k in range(3):
+        query, key, value = (
+            s.FullyConnected(x, num_hidden=4, flatten=False, name=f"net_cell{k}_{name}")
+            for name in ("query", "key", "value")
+        )
+        weights = s.softmax(s.broadcast_mul(s.batch_dot(query, key, transpose_b=True), mask))
+        x = s.LayerNorm(x + s.batch_dot(weights, value), name=f"net_cell{k}_norm")
+    return x, {"data": (6,), "mask": (6,)}
+
+
+KEYS = {
+    residual: {
+        "stem.weight": "stem_weight",
+        "stage1.1.conv1.bias": "stage1_b_conv1_bias",
+        "stage2.0.short.weight": "stage2_unit1_short_weight",
+        "stage2.1.bn0.running_mean": "stage2_unit2_bn0_moving_mean",
+        "stage3.conv0.weight": "stage3_conv0_weight",
+    },
+    tagger: {"words.weight": "words_weight", "tags.bias": "tags_bias"},
+    encoder: {"words.weight": "words_weight", "cell.2.norm.weight": "cell2_norm_gamma"},
+}
+
+
+REPEATED = [(residual, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tagger, 0), (encoder, 1)))]
+
+
+@needs("pytorch")
+@pytest.mark.parametrize("build, classes", REPEATED)
+def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameters(build, classes, tmp_path):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    symbol, shapes = build()
+    written = files(tmp_path, symbol, **{name: (2, *shape) for name, shape in shapes.items()})
+    given = convert.from_files(*written, inputs=shapes).compute()
+    to_pytorch.write(given, str(tmp_path / "net"))
+    net = runpy.run_path(str(tmp_path / "net.py"))["Net"]()
+    load_model(net, tmp_path / "net.safetensors")
+    net.eval()
+    with torch.no_grad():
+        found = [[net(*map(torch.from_numpy, inputs)).numpy()] for inputs, _ in given.samples]
+    assert given.relative_error(found) < 1e-5
+    state = net.state_dict()
+    with safe_open(tmp_path / "net.safetensors", "np") as file:
+        names = file.metadata()
+    assert {key: names[key] for key in KEYS[build]} == {key: f"net_{name}" for key, name in KEYS[build].items()}
+    assert all(np.array_equal(state[key], given.params[name]) for key, name in names.items())
+    code = (tmp_path / "net.py").read_text()
+    assert code.count("\nclass ") == classes + 1 and "transpose(0, 1)" not in code
+
+
+@needs("pytorch")
+def test_blocks_that_share_layers_are_not_repeated(tmp_path):
+    weight, bias = s.var("weight", shape=(4, 6)), s.var("bias")
+    x = X
+    for k in range(2):
+        y = s.FullyConnected(x, weight=weight, bias=bias, num_hidden=4, name=f"cell{k}_a")
+        y = s.FullyConnected(s.sigmoid(y), num_hidden=6, name=f"cell{k}_b")
+        x = x + s.tanh(y)
+    convert.save(convert.from_files(*files(tmp_path, x), (6,)), "pytorch", str(tmp_path / "net"))
+    assert (tmp_path / "net.py").read_text().count("\nclass ") == 1
+
+
+@needs("pytorch")
+def test_an_unrolled_cell_has_one_name_for_all_time_steps(tmp_path):
+    cell = gluon.rnn.LSTMCell(4, input_size=5, prefix="lstm_")
+    outputs, _ = cell.unroll(3, X, layout="NTC", merge_outputs=True, begin_state=[s.var("h"), s.var("c")])
+    given = convert.from_files(*files(tmp_path, outputs, data=(2, 3, 5), h=(2, 4), c=(2, 4)), (4,), (4,), (3, 5))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    names = [name for name, _ in runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()]
+    assert names == ["i2h", "h2h"]
