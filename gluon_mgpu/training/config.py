@@ -229,7 +229,7 @@ class Config:
         "local",
         click.Choice(("local", "mpi")),
         "Sum gradients in this process (local), or over several processes that mpiexec has started (mpi). See "
-        "docs/distributed.md.",
+        "docs/several-machines.md.",
         "Several processes",
         lessons=COPIED,
         recorded=False,
