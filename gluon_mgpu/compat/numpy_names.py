@@ -1,7 +1,8 @@
-"""Gives MXNet 1.9.1 the names that it still uses but that NumPy has removed. Other code does not see them.
+"""The names that NumPy has removed since 2016, for MXNet 1.9.1, and for a program of its time.
 
-MXNet uses most of these names only while it is being imported, so the numpy module has them only during that import.
-Three MXNet modules use two of the names later, so these modules get a copy of the numpy module that contains both.
+MXNet uses most of its names only while it is being imported, so the numpy module has them only during that import, and
+other code does not see them. Three MXNet modules use two of the names later, so these modules get a copy of the numpy
+module that contains both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 # MXNet keeps its own functions in a table whose keys are NumPy's functions, so two names must not share an object.
 # Each partial is a new object, and has a docstring, which MXNet 2 reads.
-REMOVED = {
+OF_MXNET = {
     "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
     "NZERO": -0.0,
@@ -36,13 +37,29 @@ REMOVED = {
     "trapz": functools.partial(lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs)),
 }
 FINANCIAL = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")  # moved to the package numpy_financial in 1.20
-WHILE_IMPORTED = {**REMOVED, **{name: object() for name in FINANCIAL}}
+WHILE_IMPORTED = {**OF_MXNET, **{name: object() for name in FINANCIAL}}
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
 READERS = (  # the modules that use WHEN_CALLED, and the name that each gives to numpy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),
     ("mxnet.ndarray.numpy._op", "_np"),
     ("mxnet.symbol.numpy._symbol", "_np"),
 )
+ALIASES = """
+    float_=float64 complex_=complex128 unicode_=str_ string_=bytes_ bool8=bool_ int0=intp uint0=uintp object0=object_
+    str0=str_ bytes0=bytes_ void0=void cfloat=complex128 singlecomplex=complex64 longfloat=longdouble
+    longcomplex=clongdouble clongfloat=clongdouble cumproduct=cumprod mat=asmatrix row_stack=vstack rank=ndim
+    Infinity=inf infty=inf
+"""
+EXCEPTIONS = ("VisibleDeprecationWarning", "ComplexWarning", "RankWarning", "AxisError", "TooHardError")
+OF_PROGRAMS = {
+    **OF_MXNET,
+    **{old: getattr(np, new) for old, new in (pair.split("=") for pair in ALIASES.split())},
+    **{name: getattr(np.exceptions, name) for name in EXCEPTIONS if hasattr(getattr(np, "exceptions", None), name)},
+    **{kind.__name__: kind for kind in (int, float, complex, object, str)},
+    **{"long": int, "unicode": str},
+    "asscalar": lambda a: a.item(),
+    "asfarray": lambda a, dtype=np.float64: np.asarray(a, dtype),
+}
 
 
 @contextlib.contextmanager
@@ -61,6 +78,11 @@ def lent() -> Iterator[None]:
         vars(copy).update({**vars(np), **later})
         for name, variable in READERS:
             setattr(sys.modules[name], variable, copy)
+
+
+def restore() -> None:
+    """Give NumPy all names that it lacks, until this process ends, for a program that was written for an old NumPy."""
+    vars(np).update(_missing(OF_PROGRAMS))
 
 
 def _missing(names: Mapping[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,26 @@ def check_contexts(ctx: list[Context]) -> None:
     _check_threads(sum(c.device_type.startswith("cpu") for c in ctx))
 
 
+def use_one_thread(index: int) -> None:
+    """Make the engine's thread for a CPU context use one OpenMP thread.
+
+    A thread can change this number only for itself, so the change is queued like an operator.
+    """
+    import mxnet as mx
+
+    gomp, done, none = ctypes.CDLL("libgomp.so.1"), threading.Event(), ctypes.c_void_p()
+
+    def change(*_: object) -> None:
+        gomp.omp_set_num_threads(1)
+        done.set()
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(change)
+    context = ctypes.byref((ctypes.c_int * 2)(1, index))  # (kind, index); 1: CPU
+    push = mx.base._LIB.MXEnginePushSync
+    mx.base.check_call(push(function, none, none, context, none, 0, none, 0, none, 0, b"one OpenMP thread"))
+    done.wait()  # waitall would also raise the errors of the program's own operators
+
+
 def affinity() -> set[int]:
     """The cores that this process may use, by number."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}

@@ -294,7 +294,7 @@ def _missing(folder: Path, name: str) -> list[str]:
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
     content = files.read_decompressed(path, MOST)
-    actual, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.removesuffix(".gz")]
+    actual, expected = hashlib.sha256(content).hexdigest(), SHA256[name][path.name.replace(".gz", "")]
     if actual != expected:
         raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is {actual}, not {expected}; replace it")
     return content

@@ -22,7 +22,7 @@ PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxne
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
-class Words(list[str]):
+class Words(list):  # not list[str], for Python 3.8
     """What the user typed after a command's name: `obj` of the click contexts of this package's commands."""
 
 
