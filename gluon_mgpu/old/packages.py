@@ -16,7 +16,7 @@ PINS = {
 }
 # The first line is what programs and MXNet import, the second what this package needs in the program's process.
 COMMON = """
-    graphviz==0.8.4 requests==2.31.0 setuptools==68.2.2
+    graphviz==0.8.4 pip==24.3.1 requests==2.31.0 setuptools==68.2.2
     ipykernel==6.29.5 nbclient==0.7.4 platformdirs==3.11.0 pooch==1.8.2 tqdm==4.66.6
 """
 # For packages that the user adds: versions that work with MXNet 1.9.1, and with programs of that time
