@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed$(NUMPY:%=-numpy-%)
 DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
 
 .PHONY: train demo test test-slow test-processors test-mxnet2 test-platforms test-cuda test-gpu torture parity \
-    docs test-docs lint audit install dev torch old-books clean help
+    docs test-docs lint audit install dev torch clean help
 .DELETE_ON_ERROR:
 
 ifdef PYTHON
@@ -117,12 +117,6 @@ TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cp
 torch: install  ## install PyTorch's CPU build (190 MB to download)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
 	    $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch >= 2.6'; }
-
-# d2l asks for NumPy 1.21 and pandas 1.2, so the three packages are installed without what they ask for.
-D2L := 0.17.6
-old-books: install  ## install gluonbook, d2lzh and d2l, which programs for "Dive into Deep Learning" import: D2L=0.11.4
-	$(PIP) --editable '.[old-books]'
-	$(PIP) --no-deps gluonbook==0.8.10 d2lzh==1.0.0 d2l==$(D2L)
 
 clean:  ## remove .venv, .venvs and all build output
 	rm -rf $(VENV) $(VENV).old .venvs build dist docs/api *.egg-info

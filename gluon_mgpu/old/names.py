@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import Any
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
-STANDARD_NAMES: dict[str, dict[str, Any]] = {  # {module: {name removed until Python 3.11: a name beside it, or a value}}
+STANDARD_NAMES: dict[
+    str, dict[str, Any]
+] = {  # {module: {name removed until Python 3.11: a name beside it, or a value}}
     "collections": {name: getattr(collections.abc, name) for name in collections.abc.__all__},
     "fractions": {"gcd": math.gcd},
     "inspect": {"getargspec": lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])},

@@ -59,7 +59,9 @@ def printed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     programs = {name: textwrap.dedent(text) for name, (text, _) in request.module.PROGRAMS.items()}
     (folder / "old.py").write_text(RUN_ALL)
-    run = finished(sys.executable, "-m", "gluon_mgpu", "run", "--here", "old.py", input=json.dumps(programs), cwd=folder)
+    run = finished(
+        sys.executable, "-m", "gluon_mgpu", "run", "--here", "old.py", input=json.dumps(programs), cwd=folder
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -96,7 +96,9 @@ def test_each_version_that_advice_names_exists_in_the_limits():
     assert explain.advice_on("list index out of range") == ""
 
 
-@pytest.mark.parametrize("words", [["a.ipynb", "x"], ["--out", "b", "a.py"], ["no-file.py"], ["--cpu", "--here", "-"], []])
+@pytest.mark.parametrize(
+    "words", [["a.ipynb", "x"], ["--out", "b", "a.py"], ["no-file.py"], ["--cpu", "--here", "-"], []]
+)
 def test_what_does_not_work_is_refused_in_one_line(words):
     run = command("run", *words)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and run.stderr.startswith("error: ")
