@@ -103,7 +103,8 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
         log.say(f"{what} in {path}")
         start, limits = time.monotonic(), path / "limits.txt"
         try:
-            _run("cannot make an environment", python, "-m", "venv", "--clear", *["--without-pip"] * bool(base), path)
+            without_pip = ["--without-pip"] if base else []
+            _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
             if base:
                 (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
             limits.write_text("\n".join(packages.LIMITS.split()))

@@ -24,8 +24,8 @@ def write(folder, text):
 
 @pytest.fixture
 def program(tmp_path):
-    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it in this environment,
-    because it takes minutes to make another one."""
+    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it
+    in this environment, because it takes minutes to make another one."""
 
     def start(text, *arguments, options=(), by_python=False, input=None, **changes):
         start = [] if by_python else ["-m", "gluon_mgpu", "run", "--here", *map(str, options)]

@@ -60,10 +60,11 @@ PROGRAMS = {
     """,
     "Module": """
         net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=16)
-        net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=3), name="softmax")
+        net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=3)
+        net = mx.sym.SoftmaxOutput(net, name="softmax")
         data = mx.io.NDArrayIter(X.asnumpy().reshape(32, -1), y.asnumpy(), 8)
         module = mx.mod.Module(net, context=[mx.gpu(0), mx.gpu(1)])
-        module.fit(data, num_epoch=4, optimizer="sgd", optimizer_params={"learning_rate": 0.1}, initializer=mx.init.Xavier())
+        module.fit(data, num_epoch=4, optimizer_params={"learning_rate": 0.1}, initializer=mx.init.Xavier())
         print(module.score(data, ["acc", "ce"]))
     """,
     "an LSTM": """
@@ -85,7 +86,8 @@ PROGRAMS = {
         features = pd.get_dummies(features, dummy_na=True)
         print(features.shape, list(features.columns), features.values.dtype)
         net = nn.Sequential(); net.add(nn.Dense(1))
-        train(net, nd.array(features.values), nd.array(frame.price.values).reshape((-1, 1)), gluon.loss.L2Loss(), wd=0.1)
+        y = nd.array(frame.price.values).reshape((-1, 1))
+        train(net, nd.array(features.values), y, gluon.loss.L2Loss(), wd=0.1)
     """,
     "a custom operator": """
         class Square(mx.operator.CustomOp):
@@ -163,7 +165,8 @@ PROGRAMS = {
             print(trainer.learning_rate, metric.get())
     """,
     "a symbolic recurrent network": """
-        cell = mx.rnn.SequentialRNNCell(); cell.add(mx.rnn.LSTMCell(8, prefix="a_")); cell.add(mx.rnn.GRUCell(6, prefix="b_"))
+        cell = mx.rnn.SequentialRNNCell()
+        cell.add(mx.rnn.LSTMCell(8, prefix="a_")); cell.add(mx.rnn.GRUCell(6, prefix="b_"))
         outputs, _ = cell.unroll(4, mx.sym.var("data"), merge_outputs=True)
         executor = outputs.simple_bind(mx.gpu(0), data=(2, 4, 5))
         for name, a in sorted(executor.arg_dict.items()):
@@ -171,7 +174,8 @@ PROGRAMS = {
         print(executor.forward()[0].asnumpy())
     """,
     "what current packages compute differently without an error": """
-        frame = pd.DataFrame({"a": [3.0, None, 1.0], "b": ["x", "None", "z"], "t": pd.to_datetime(["2020-01-01", "2020-01-03", "2021-01-01"])})
+        days = pd.to_datetime(["2020-01-01", "2020-01-03", "2021-01-01"])
+        frame = pd.DataFrame({"a": [3.0, None, 1.0], "b": ["x", "None", "z"], "t": days})
         frame["a"].fillna(0, inplace=True); print(frame["a"].tolist())
         try:
             frame["a"].sort_values(inplace=True); print(frame["a"].tolist())
@@ -183,7 +187,8 @@ PROGRAMS = {
         print(np.argsort([1, 0, 1, 0] * 8).tolist(), pd.Series(list("cabbca")).value_counts().to_dict())
         print(frame["b"].replace({"x": 1, "None": 2, "z": 3}).dtype, frame["b"].dtype, frame.values.flags.writeable)
         print(np.linalg.lstsq(np.vander([1.0, 2, 3], 3) * [1, 1, 1e-15], np.ones(3))[2])
-        print(np.unique(np.array([[1, 2], [2, 1]]), return_inverse=True)[1].shape, np.uint8(200) + np.uint8(100), np.uint8(200) + 100)
+        print(np.unique(np.array([[1, 2], [2, 1]]), return_inverse=True)[1].shape)
+        print(np.uint8(200) + np.uint8(100), np.uint8(200) + 100)
         print(np.array([1, 2], dtype=np.float) / np.int(2), repr(np.float32(2)), frame["a"].append(frame["a"]).sum())
     """,
 }
