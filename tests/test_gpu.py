@@ -170,7 +170,7 @@ print(module.score(data, "acc")[0][1] > 0.9, module._context[-1])
 @pytest.mark.parametrize("name, printed", [("gluon", "1.5"), ("module", "True")])
 def test_an_old_program_runs_on_the_gpus_that_it_names(name, printed, tmp_path):
     (tmp_path / "old.py").write_text(OLD_PROGRAMS[name].replace("COUNT", str(COUNT)))
-    done = gluon_mgpu("run", "old.py", cwd=tmp_path)
+    done = gluon_mgpu("run", "--here", "old.py", cwd=tmp_path)
     assert done.stdout == f"{printed} gpu({COUNT - 1})\n", done.stderr
 
 

@@ -121,7 +121,7 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
         log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
 
 
-def _run(failure: str, *command: str | Path) -> None:
+def _run(failure: str, *command: object) -> None:
     """Run venv or pip, with a count of packages on a terminal. Raises Error with the last line of the program's
     errors."""
     with log.progress(unit=" packages") as bar:
