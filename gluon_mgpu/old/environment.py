@@ -128,9 +128,9 @@ def _run(failure: str, *command: object) -> None:
         count = lambda line: bar.update(line.startswith("Collecting "))  # noqa: E731
         finished = subprocesses.run([*map(str, command)], on_line=count)
     if finished.status:
-        lines = [line for line in finished.err.splitlines() if "error" in line.lower()] or finished.out.splitlines()
+        lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
         network = "it needs the package index, or a folder of wheels (docs/old-programs.md)"
-        raise Error(f"{failure}: {lines[-1].strip() if lines else finished.status}; {network}")
+        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {network}")
 
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
