@@ -139,6 +139,7 @@ def test_contexts(claim, printed):
     assert printed[claim] == PROGRAMS[claim][1]
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
     run = program("""
         import mxnet as mx, numpy as np
@@ -190,6 +191,7 @@ BUSY = """
 """
 
 
+@pytest.mark.slow
 def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
     run = program(BUSY, OMP_NUM_THREADS="2")
     assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
@@ -199,6 +201,7 @@ def test_two_gpus_do_not_hang_with_two_threads(program):
     assert program(PRODUCTS.replace("mx.cpu", "mx.gpu"), OMP_NUM_THREADS="2").stdout == "1.0 1.0\n"
 
 
+@pytest.mark.slow
 def test_gpu_i_is_cpu_context_i_plus_1_and_every_query_about_gpus_is_answered(program):
     text = """
         import os, pickle
@@ -225,6 +228,7 @@ def test_gpu_i_is_cpu_context_i_plus_1_and_every_query_about_gpus_is_answered(pr
     assert run.stderr.count("mx.gpu(i) is CPU context i + 1") == 1, run.stderr
 
 
+@pytest.mark.slow
 def test_the_settings_reach_processes_that_the_program_starts(program):
     text = """
         import multiprocessing, subprocess, sys

@@ -51,6 +51,7 @@ def outputs(path):
     return ["".join(o.get("text", o.get("ename", "")) for o in cell.outputs) for cell in cells]
 
 
+@pytest.mark.slow
 def test_a_notebook_is_executed_and_written_to_another_file(tmp_path, environment):
     path = write(tmp_path / "old.ipynb", ["import mxnet as mx", "print(mx.gpu(1))"])
     before = path.read_bytes()
@@ -84,6 +85,7 @@ def test_ctrl_c_ends_a_cell_and_a_second_one_kills_a_long_call(tmp_path, environ
 
 
 @pytest.mark.parametrize("content", ["", '{"cells": 3}'])
+@pytest.mark.slow
 def test_a_file_that_is_not_a_notebook_is_refused_and_kept(tmp_path, content):
     path = tmp_path / "old.ipynb"
     path.write_text(content)

@@ -44,11 +44,13 @@ AS_PYTHON = {
 
 
 @pytest.mark.parametrize("text", AS_PYTHON.values(), ids=AS_PYTHON)
+@pytest.mark.slow
 def test_a_program_behaves_as_under_python(program, text):
     run, expected = (program(text, "--debug", "a b", by_python=by_python, input="in") for by_python in (False, True))
     assert (run.returncode, run.stdout, run.stderr) == (expected.returncode, expected.stdout, expected.stderr)
 
 
+@pytest.mark.slow
 def test_modules_flags_and_another_sitecustomize_work_as_with_python(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = 1")
     (tmp_path / "module.py").write_text("import sys; print(sys.argv[1:], __debug__, sys.warnoptions, customized)")
@@ -99,6 +101,7 @@ def test_each_version_that_advice_names_exists_in_the_limits():
 @pytest.mark.parametrize(
     "words", [["a.ipynb", "x"], ["--out", "b", "a.py"], ["no-file.py"], ["--cpu", "--here", "-"], []]
 )
+@pytest.mark.slow
 def test_what_does_not_work_is_refused_in_one_line(words):
     run = command("run", *words)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and run.stderr.startswith("error: ")
@@ -176,6 +179,7 @@ def test_a_url_gets_a_known_file_only_if_its_folder_names_the_data_set(folder, n
     assert downloads.known_file(f"{folder}/emnist-letters-{FILE}.gz") is None
 
 
+@pytest.mark.slow
 def test_a_programs_own_requests_get_the_verified_files(download):
     run = download("""
         import gzip, urllib.request
@@ -201,6 +205,7 @@ def test_a_programs_own_requests_get_the_verified_files(download):
     assert run.stdout.splitlines() == expected, run.stderr
 
 
+@pytest.mark.slow
 def test_gluoncvs_own_downloader_says_where_to_put_the_file(download, tmp_path):
     (tmp_path / "gluoncv/utils").mkdir(parents=True)
     (tmp_path / "gluoncv/utils/__init__.py").write_text("from .download import download")
