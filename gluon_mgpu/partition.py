@@ -105,8 +105,8 @@ def train_batch_network(
     for params in device_params:
         for p in params:
             p.attach_grad("add")  # new zero gradients; each micro-batch adds to them
-    parts = [scratch.split_and_load(array, [array.context] * micro_batches) for array in (X, y)]
-    losses = [forward_backward_network(device_params, *part, ctx) for part in zip(*parts)]
+    Xs, ys = (scratch.split_and_load(array, [array.context] * micro_batches) for array in (X, y))
+    losses = [forward_backward_network(device_params, X_part, y_part, ctx) for X_part, y_part in zip(Xs, ys)]
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return losses

@@ -146,7 +146,7 @@ print(*{net.weight.data(c).sum().asscalar() for c in ctx}, losses[-1].context)  
 
 def test_an_old_program_runs_on_the_gpus_that_it_names(tmp_path):
     (tmp_path / "old.py").write_text(OLD_PROGRAM.replace("COUNT", str(COUNT)))
-    done = gluon_mgpu("run", "old.py", cwd=tmp_path)
+    done = gluon_mgpu("run", "--here", "old.py", cwd=tmp_path)
     assert done.stdout == f"1.5 gpu({COUNT - 1})\n", done.stderr
 
 

@@ -8,8 +8,12 @@ from typing import Any
 import click
 
 from gluon_mgpu.commands import common
-from gluon_mgpu.commands.run import preparation, settings_of
-from gluon_mgpu.old import notebook
+from gluon_mgpu.commands.run import preparation, python_and_settings
+from gluon_mgpu.old import prepare
+from gluon_mgpu.support import subprocesses
+
+KERNEL = "gluon_mgpu"
+TITLE = "MXNet (gluon_mgpu)"
 
 
 @click.group(cls=common.CommandGroup, examples="gluon-mgpu kernel install --gpus 2")
@@ -22,6 +26,12 @@ def kernel() -> None:
 @common.option("--sys-prefix", is_flag=True, help="Install for this Python environment instead of for the user.")
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
-    folder = notebook.install_kernel(settings_of(**options), sys.prefix if sys_prefix else None)
-    remove = f"`jupyter kernelspec uninstall {notebook.KERNEL}` removes it"
-    click.echo(f"installed {folder}: choose the kernel {notebook.TITLE} in Jupyter; {remove}")
+    python, settings = python_and_settings(**options)
+    variables = prepare.environment(settings, python)
+    command = [python, "-m", "ipykernel", "install", "--name", KERNEL, "--display-name", TITLE]
+    command += ["--prefix", sys.prefix] if sys_prefix else ["--user"]
+    for name, value in (("PYTHONPATH", str(prepare.STARTUP)), (prepare.VARIABLE, variables[prepare.VARIABLE])):
+        command += ["--env", name, value]
+    finished = subprocesses.run(command)
+    subprocesses.raise_for_status("ipykernel", finished)
+    click.echo(f"{finished.out.strip()}: choose the kernel {TITLE} in Jupyter")

@@ -1,4 +1,4 @@
-"""`gluon-mgpu run`: run a program or notebook that was written for MXNet 1.x."""
+"""`gluon-mgpu run`: run a program or notebook that was written for MXNet 1.x, in an environment of its time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
-from gluon_mgpu.old import contexts, launch, notebook, prepare
-from gluon_mgpu.support.errors import UsageError, setting
+from gluon_mgpu.old import contexts, environment, packages, prepare
+from gluon_mgpu.support.errors import UsageError
 
-MOST_PROCESSES = 128  # of workers, and of servers
 OPTIONS = (
     common.option(
         "--gpus",
@@ -25,20 +24,48 @@ OPTIONS = (
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
     common.settings("data_dir"),
+    common.option(
+        "--with", "extra", multiple=True, metavar="PACKAGE", help="Add a package, such as gluoncv==0.10.5. Repeatable."
+    ),
+    common.option("--requirements", type=common.FILE, metavar="FILE", help="Add the packages in FILE, as pip -r."),
+    common.option(
+        "--python",
+        type=click.Choice([*packages.PINS]),
+        help="Python version of the environment. Default: the oldest that is installed.",
+    ),
+    common.option("--cpu", is_flag=True, help="Use MXNet without CUDA, even if mxnet-cu112 is installed."),
+    common.option(
+        "--here",
+        is_flag=True,
+        help="Use the current environment and its packages, for a program that runs with a current NumPy.",
+    ),
 )
 
 
 def preparation(command: Any) -> Any:
-    """Add the options that `settings_of` takes."""
+    """Add the options that `python_and_settings` takes."""
     for add in reversed(OPTIONS):
         command = add(command)
     return command
 
 
-def settings_of(**options: Any) -> prepare.Preparation:
-    if options["data_dir"]:  # a notebook runs in its own folder
-        options["data_dir"] = os.path.abspath(options["data_dir"])
-    return prepare.Preparation(**options)
+def python_and_settings(
+    gpus: int | None,
+    data_dir: str | None,
+    here: bool,
+    python: str | None,
+    cpu: bool,
+    extra: tuple[str, ...],
+    requirements: str | None,
+) -> tuple[str, prepare.Preparation]:
+    """(the Python that runs the program, its settings). Makes the environment if there is none."""
+    settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir))  # a notebook runs in its own folder
+    if not here:
+        return str(environment.find_or_make(environment.Wanted(python, cpu, extra, requirements))), settings
+    for name, value in (("extra", extra), ("requirements", requirements), ("python", python), ("cpu", cpu)):
+        if value:
+            raise UsageError(name, value, "does not work with --here; omit one of them")
+    return sys.executable, settings
 
 
 @common.command(
@@ -46,8 +73,9 @@ def settings_of(**options: Any) -> prepare.Preparation:
     examples="""
         gluon-mgpu run train.py --epochs 2
         gluon-mgpu run --gpus 4 multiple-gpus.ipynb
+        gluon-mgpu run --with gluoncv==0.10.5 demo.py
         gluon-mgpu run -m pytest tests
-        gluon-mgpu run --workers 2 train.py --kv-store dist_sync
+        gluon-mgpu run --environment show
     """,
 )
 @common.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
@@ -56,49 +84,55 @@ def settings_of(**options: Any) -> prepare.Preparation:
     "--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK."
 )
 @common.option(
-    "--workers",
-    type=click.IntRange(1, MOST_PROCESSES),
-    metavar="N",
-    help="Start N processes of a program that uses kv=dist_sync or dist_async, and MXNet's servers, on this machine.",
+    "--environment",
+    "action",
+    type=click.Choice(["show", "remove", "renew"]),
+    help="Show, remove or renew the environments, without a program.",
 )
-@common.option(
-    "--servers", type=click.IntRange(1, MOST_PROCESSES), metavar="N", help="With --workers: N servers. Default: 1."
-)
-@click.argument("program", metavar="PROGRAM|NOTEBOOK")
+@click.argument("program", metavar="PROGRAM|NOTEBOOK", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @click.pass_context
 def run(
     context: click.Context,
     is_module: bool,
     out: str | None,
-    workers: int | None,
-    servers: int | None,
-    program: str,
+    action: str | None,
+    program: str | None,
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Run an MXNet 1.x program or notebook, unchanged. This sets MXNet up for this machine, restores names that Python
-    and NumPy have removed, uses CPU contexts in place of GPU contexts if there is no GPU, and replaces the dead
-    downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
-    settings = settings_of(**options)
+    """Run an MXNet 1.x program or notebook, unchanged, with a Python and packages of its time. They are installed once,
+    in the user's cache. This sets MXNet up for this machine, uses CPU contexts in place of GPU contexts if there is no
+    GPU, and replaces the dead downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
     startup.check_environment()
-    if servers and not workers:
-        raise UsageError("servers", servers, f"needs {setting('workers')}")
-    if program.endswith(".ipynb") and not is_module:
-        if workers:
-            raise UsageError("workers", workers, "does not work with notebooks; omit it")
-        if arguments:
-            raise UsageError(None, arguments[0], "a notebook takes no arguments; omit it")
-        context.exit(0 if notebook.run(program, out, settings) else 1)
-    if out:
+    if action is not None:
+        if program is not None:
+            raise UsageError(None, program, "omit the program with --environment")
+        if action != "show":
+            environment.remove()
+        if action == "renew":
+            python_and_settings(**options)
+        click.echo("\n".join(environment.described()) or "no environments")
+        return
+    if program is None:
+        raise click.UsageError("Missing argument 'PROGRAM|NOTEBOOK'.", context)
+    is_notebook = program.endswith(".ipynb") and not is_module
+    if is_notebook and arguments:
+        raise UsageError(None, arguments[0], "a notebook takes no arguments; omit it")
+    if out and not is_notebook:
         raise UsageError("out", out, "works only with notebooks; omit it")
-    if not is_module and (program != "-" or workers) and not os.path.exists(program):
+    target = Path(out or program).absolute().parent
+    if is_notebook and not os.access(target, os.W_OK):
+        raise UsageError("out", out or program, f"cannot write to the folder {target}; use another folder")
+    if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(None, program, "no such file")
     if os.path.isfile(program) and b"SyncBatchNorm" in Path(program).read_bytes():
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.SYNC_TEMP_COPIES)
+    python, settings = python_and_settings(**options)
+    if is_notebook:
+        words = ["-m", "gluon_mgpu.old.notebook", program, out or program]
+    else:
+        words = [*(["-m"] if is_module else []), program, *arguments]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
-    command = [sys.executable, *flags, *(["-m"] if is_module else []), program, *arguments]
-    if workers:
-        context.exit(launch.launch(command, settings, workers, servers or 1))
-    environment = prepare.environment(settings)
-    os.execve(sys.executable, command, environment)  # nosec B606  # without a shell
+    command = [python, *(flag for flag in flags if flag != "-P"), *words]  # Python 3.8 does not know -P
+    os.execve(python, command, prepare.environment(settings, python))  # nosec B606  # without a shell

@@ -296,7 +296,7 @@ def _missing(folder: Path, name: str) -> list[str]:
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
     content = files.read_decompressed(path, MOST)
-    if hashlib.sha256(content).hexdigest() != SHA256[name][path.name.removesuffix(".gz")]:
+    if hashlib.sha256(content).hexdigest() != SHA256[name][path.name.replace(".gz", "")]:
         raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is wrong; replace it")
     return content
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +15,8 @@ PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz
 NEEDED = f"one .npz file with {', '.join(PARTS)}, or four IDX files such as train-images-idx3-ubyte (plain or .gz)"
 
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
+if TYPE_CHECKING:  # Python 3.8, which old programs use, has no such type
+    Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
 
 
 def read(folder: str | Path) -> Parts:

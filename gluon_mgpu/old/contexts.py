@@ -5,12 +5,10 @@ Without GPUs, mx.gpu(i) is CPU context i + 1, and printed so. It differs from mx
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import io
 import os
 import struct
-import threading
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -28,7 +26,7 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
     Context = mx.context.Context
     original = Context.__init__
     there_are_gpus = mx.context.num_gpus() > 0
-    say_once = functools.cache(log.say)
+    say_once = functools.lru_cache(log.say)
     used = {0}  # indices of the CPU contexts in use; 0 is the default context
     replaced: set[int] = set()  # those that are the program's GPUs
     limited: set[int] = set()  # those that use one thread
@@ -55,7 +53,7 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
 
     def limit() -> None:
         for index in sorted(limited):
-            use_one_thread(mx, index)
+            startup.use_one_thread(index)
 
     os.register_at_fork(after_in_parent=limit)  # MXNet restarts its threads
     Context.__init__ = create
@@ -144,28 +142,3 @@ def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
             os.environ["MXNET_CPU_TEMP_COPY"] = SYNC_TEMP_COPIES
 
     layer.__init__ = create_with_more
-
-
-def use_one_thread(mx: ModuleType, index: int) -> None:
-    """Make the engine's thread for a CPU context use one OpenMP thread. With more threads, two contexts could hang.
-
-    A thread can change the number of OpenMP threads only for itself, so the change is queued like an operator.
-    """
-
-    class MXNetContext(ctypes.Structure):
-        _fields_ = [("device_type", ctypes.c_int), ("device_id", ctypes.c_int)]
-
-    gomp = ctypes.CDLL("libgomp.so.1")
-    done = threading.Event()
-
-    def change(*_: Any) -> None:
-        gomp.omp_set_num_threads(1)
-        done.set()
-
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(change)
-    where = ctypes.byref(MXNetContext(CPU, index))
-    none = ctypes.c_void_p()
-    mx.base.check_call(
-        mx.base._LIB.MXEnginePushSync(function, none, none, where, none, 0, none, 0, none, 0, b"one OpenMP thread")
-    )
-    done.wait()  # waitall would also raise the errors of the program's own operators

@@ -20,9 +20,7 @@ import sys
 import threading
 import urllib.response
 import zipfile
-import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,18 +50,6 @@ def replace(mx: Any, data_dir: str | None) -> None:
                 module.download = replacement  # type: ignore[attr-defined]
     limited = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # MXNet sets no timeout
     mx.gluon.utils.requests = mxnet.test_utils.requests = limited
-
-    iterate = mx.io.MNISTIter
-
-    def MNISTIter(*args: Any, **options: Any) -> Any:
-        for kind, default in (("image", "train-images-idx3-ubyte"), ("label", "train-labels-idx1-ubyte")):
-            path = Path(options.setdefault(kind, default))
-            known = known_file(str(path).replace(".idx", "-idx"), default="mnist")
-            if known and not path.exists():
-                write(path, _read(*known, data_dir), f"{known[0]} data for {path}")
-        return iterate(*args, **options)
-
-    mx.io.MNISTIter = mx.io.io.MNISTIter = MNISTIter
 
 
 def replace_urlopen(request: ModuleType, data_dir: str | None) -> None:
@@ -132,13 +118,11 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
     """
     known = content(url, data_dir)
     if known:
-        with suppress(OSError, EOFError, zlib.error):  # missing or damaged
-            existing = target.read_bytes()
-            if known == existing or url.endswith(".gz") and gzip.decompress(known) == gzip.decompress(existing):
-                return str(target)
-        return write(target, known, f"a verified copy of {target.name} for {target}")
-    if url.endswith("/data/mnist.zip"):
-        return write(target, mnist_zip(data_dir), f"mnist data for {target}")
+        if not target.is_file() or target.read_bytes() != known:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            files.write_whole(target, lambda file: file.write(known))
+            log.say(f"using a verified copy of {target.name} for {target}")
+        return str(target)
     place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
     if place != target and place.exists():
         return str(shutil.copy(place, target))
@@ -152,44 +136,36 @@ def provide(url: str, target: Path, data_dir: str | None, download: Callable[[],
 
 
 def content(url: str, data_dir: str | None) -> bytes | None:
-    """What the server of a known file returns; None for any other URL. Exceptions: see `datasets.content`."""
-    known = known_file(url)
-    if known is None or vars(downloading):
+    """What the server of a known file returned; None for any other URL. Exceptions: see `datasets.content`."""
+    if vars(downloading):
         return None
-    downloading.file = known
-    try:
-        found = _read(*known, data_dir)
-    finally:
-        del downloading.file
-    return gzip.compress(found, compresslevel=1) if url.endswith(".gz") else found
+    if url.endswith("/data/mnist.zip"):  # what `mx.test_utils.get_mnist_ubyte` unpacks
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
+            for name in FILES:
+                file.writestr(zipfile.ZipInfo(name), _read("mnist", name, data_dir))
+        return archive.getvalue()
+    known = known_file(url)
+    if known is None:
+        return None
+    found = _read(*known, data_dir)
+    return gzip.compress(found, compresslevel=1, mtime=0) if url.endswith(".gz") else found
 
 
 def _read(name: str, file: str, data_dir: str | None) -> bytes:
     from gluon_mgpu.data import datasets
 
-    return datasets.content(name, file, data_dir)
+    downloading.file = file
+    try:
+        return datasets.content(name, file, data_dir)
+    finally:
+        del downloading.file
 
 
-def known_file(address: str, default: str = "") -> tuple[str, str] | None:
-    """The (data set, file) that a URL or path names, or None. KMNIST and others have files with the same names, so the
-    last folder that looks like a data set decides; default: the data set if there is no such folder."""
-    *folders, file = address.removesuffix(".gz").split("/")
+def known_file(address: str) -> tuple[str, str] | None:
+    """The (data set, file) that a URL names, or None. KMNIST and others have files with the same names, so the last
+    folder that looks like a data set decides."""
+    *folders, file = re.sub(r"\.gz$", "", address).split("/")
     names = (name for folder in reversed(folders) for pattern, name in FOLDERS if re.fullmatch(pattern, folder, re.I))
-    name = next(names, default)
+    name = next(names, "")
     return (name, file) if name and file in FILES else None
-
-
-def mnist_zip(data_dir: str | None) -> bytes:
-    """The archive that `mx.test_utils.get_mnist_ubyte` unpacks."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for file in FILES:
-            archive.writestr(file, _read("mnist", file, data_dir))
-    return content.getvalue()
-
-
-def write(path: Path, content: bytes, what: str) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, lambda file: file.write(content))
-    log.say(f"using {what}")
-    return str(path)

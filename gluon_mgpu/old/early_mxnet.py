@@ -1,4 +1,4 @@
-"""Lets MXNet do what its early versions did, and work with current versions of NumPy and Matplotlib."""
+"""Lets MXNet 1.9.1 do what its early versions did."""
 
 from __future__ import annotations
 
@@ -7,47 +7,23 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.old import names
-from gluon_mgpu.support import log
 
 
-def add_to_mxnet(mx: ModuleType) -> None:
-    """Change the imported mxnet."""
+def restore(mx: ModuleType) -> None:
+    """Change the imported mxnet, which is version 1."""
     import numpy as np
 
     names.restore(mx.gluon, {"autograd": mx.autograd})
     names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
-    if mx.__version__ >= "2":
-        log.say("MXNet 2 has no mx.mod, mx.mon, mx.rnn or mx.th: programs that use them need mxnet==1.9.1")
-    else:
-        metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
-        metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
-        _accept_number_of_sums(metric)
-        _allow_large_k(mx.metric.TopKAccuracy)
-    # Let NumPy convert arrays. Otherwise, it takes them for sequences of objects, which it, or a current Matplotlib,
-    # refuses. Their dtype is a class, from which NumPy 2.4 and later make no np.dtype.
-    mx.nd.NDArray.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.asnumpy(), dtype)
-    mx.nd.NDArray.__numpy_dtype__ = property(lambda self: np.dtype(self.dtype))
-    if hasattr(np, "trapezoid"):
-        _keep_sums_in_float64(mx.metric.EvalMetric)
+    metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
+    metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
+    _accept_number_of_sums(metric)
+    _allow_large_k(mx.metric.TopKAccuracy)
     split = mx.gluon.utils.split_data
     mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
         data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
     )
     mx.init.Constant.dumps = lambda self: json.dumps(["constant", {"value": np.asarray(self.value).tolist()}])
-
-
-def _keep_sums_in_float64(metric: Any) -> None:
-    """Store the sums of a metric as np.float64. Since NumPy 2, 0.0 + np.float32(x) is a float32, but np.float64(0.0) +
-    np.float32(x) is still a float64."""
-    import numpy as np
-
-    def stored_as(name: str) -> property:
-        def set_sum(self: Any, value: Any) -> None:
-            vars(self)[name] = np.float64(value) if isinstance(value, (float, np.floating)) else value
-
-        return property(lambda self: getattr(self, name), set_sum)  # raises AttributeError before it is set
-
-    metric.sum_metric, metric.global_sum_metric = stored_as("_sum_metric"), stored_as("_global_sum_metric")
 
 
 def _accept_number_of_sums(metric: Any) -> None:

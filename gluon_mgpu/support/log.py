@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-muted = False  # `old.kvstore` sets this in all processes except worker 0
-
 
 def rank() -> int | None:
     """This process's number among the workers that mpiexec or srun has started; None: it was started alone."""
@@ -51,7 +49,7 @@ def plural(count: int, noun: str) -> str:
 
 def say(line: str, prefix: str = "gluon_mgpu: ") -> None:
     """Print a notice on standard error, except in workers other than worker 0."""
-    if not (muted or rank()):
+    if not rank():
         _print(f"{prefix}{printable(line)}")
 
 

@@ -139,7 +139,7 @@ def how_it_ended(status: int) -> str:
 
 def _read(stream: IO[str], lines: deque[str], on_line: Callable[[str], object] | None) -> None:
     for text in iter(lambda: stream.readline(LONGEST), ""):
-        line = text.removesuffix(END)
+        line = text.replace(END, "")
         if line:
             lines.append(line)
             if on_line:

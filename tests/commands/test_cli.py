@@ -43,7 +43,7 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --accumulate 2", ["--accumulate", "--grad-accum-steps"]),
         ("evaluate", ["RUN"]),
         (f"evaluate {'x' * 300}", ["RUN", "too long"]),
-        ("run --servers 3 program.py", ["--servers", "--workers"]),
+        ("run --cpu --here -m tool", ["--cpu", "--here"]),
         # errors found by Config and other code that is also called from Python
         ("train --lr nan", ["--lr", "nan"]),
         ("train --milestones 2", ["--milestones 2: ", "--schedule step"]),

@@ -24,10 +24,11 @@ def write(folder, text):
 
 @pytest.fixture
 def program(tmp_path):
-    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it."""
+    """program(text, *arguments, options=..., input=..., **environment) writes a program and runs it
+    in this environment, because it takes minutes to make another one."""
 
     def start(text, *arguments, options=(), by_python=False, input=None, **changes):
-        start = [] if by_python else ["-m", "gluon_mgpu", "run", *map(str, options)]
+        start = [] if by_python else ["-m", "gluon_mgpu", "run", "--here", *map(str, options)]
         options = {"env": {**environment(), **changes}, "cwd": tmp_path, "input": input}
         return finished(sys.executable, *start, write(tmp_path, text), *arguments, **options)
 
@@ -36,7 +37,7 @@ def program(tmp_path):
 
 @pytest.fixture(scope="session")
 def prepared():
-    with Forks("import mxnet\n", "-m", "gluon_mgpu", "run", env=environment()) as forks:
+    with Forks("import mxnet\n", "-m", "gluon_mgpu", "run", "--here", env=environment()) as forks:
         yield forks
 
 
@@ -58,7 +59,9 @@ def printed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     programs = {name: textwrap.dedent(text) for name, (text, _) in request.module.PROGRAMS.items()}
     (folder / "old.py").write_text(RUN_ALL)
-    run = finished(sys.executable, "-m", "gluon_mgpu", "run", "old.py", input=json.dumps(programs), cwd=folder)
+    run = finished(
+        sys.executable, "-m", "gluon_mgpu", "run", "--here", "old.py", input=json.dumps(programs), cwd=folder
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -90,6 +90,47 @@ PROGRAMS = {
         """,
         "[(1, 0), (1, 1)]\n[(2, 0), (1, 1), (1, 2), (1, 3)]\nrefused\n",
     ),
+    "the names of early versions exist, and a constant may be a list": (
+        """
+        import mxnet as mx, numpy as np
+        assert (mx.gluon.autograd.record, mx.optimizer.sgd_mom_update)
+        constant = mx.init.Constant([[0, 1], [1, 0]])
+        a = mx.nd.zeros((2, 2))
+        constant(mx.init.InitDesc("a_weight"), a)
+        for value in (constant, mx.init.Constant(np.ones(2)), mx.init.Constant(2)):
+            print(mx.sym.var("a", init=value).attr("__init__"), end=" ")
+        print(a.asnumpy().tolist())
+        """,
+        '["constant", {"value": [[0, 1], [1, 0]]}] ["constant", {"value": [1.0, 1.0]}] ["constant", {"value": 2}] '
+        "[[0.0, 1.0], [1.0, 0.0]]\n",
+    ),
+    "metrics reset and count as in early versions of MXNet": (
+        """
+        import mxnet as mx
+        class Tasks(mx.metric.EvalMetric):  # as for early versions, which called reset also for reset_local
+            def reset(self):
+                if not hasattr(self, "sum_metric"):
+                    self.sum_metric = self.num_inst = 0
+                self.sum_metric = [0, 0]
+        tasks = Tasks("tasks")
+        tasks.reset_local()
+        top = mx.metric.TopKAccuracy(20)  # more than there are classes
+        top.update([mx.nd.array([2, 0])], [mx.nd.array([[0, 1, 2], [1, 0, 2]])])
+        class Two(mx.metric.EvalMetric):  # as before MXNet 1
+            def __init__(self, num=None):
+                super().__init__("two", num)
+            def update(self, labels, preds):
+                assert self.num == 2
+                for i, pred in enumerate(preds):
+                    self.sum_metric[i] += pred.sum().asscalar()
+                    self.num_inst[i] += pred.size
+        two = Two(2)
+        two.update_dict({}, {"a": mx.nd.ones(4), "b": mx.nd.zeros(2)})
+        print(two.get_name_value(), Two().num)
+        print(tasks.sum_metric, top.get()[1], top.top_k)
+        """,
+        "[('two_0', 1.0), ('two_1', 0.0)] None\n[0, 0] 1.0 20\n",
+    ),
 }
 
 
@@ -98,6 +139,7 @@ def test_contexts(claim, printed):
     assert printed[claim] == PROGRAMS[claim][1]
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_in_two_contexts_equals_batch_norm_in_one(program):
     run = program("""
         import mxnet as mx, numpy as np
@@ -149,6 +191,7 @@ BUSY = """
 """
 
 
+@pytest.mark.slow
 def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
     run = program(BUSY, OMP_NUM_THREADS="2")
     assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
@@ -158,6 +201,7 @@ def test_two_gpus_do_not_hang_with_two_threads(program):
     assert program(PRODUCTS.replace("mx.cpu", "mx.gpu"), OMP_NUM_THREADS="2").stdout == "1.0 1.0\n"
 
 
+@pytest.mark.slow
 def test_gpu_i_is_cpu_context_i_plus_1_and_every_query_about_gpus_is_answered(program):
     text = """
         import os, pickle
@@ -184,6 +228,7 @@ def test_gpu_i_is_cpu_context_i_plus_1_and_every_query_about_gpus_is_answered(pr
     assert run.stderr.count("mx.gpu(i) is CPU context i + 1") == 1, run.stderr
 
 
+@pytest.mark.slow
 def test_the_settings_reach_processes_that_the_program_starts(program):
     text = """
         import multiprocessing, subprocess, sys

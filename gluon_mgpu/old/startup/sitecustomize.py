@@ -2,19 +2,24 @@
 
 import sys
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+HERE = Path(__file__).absolute()
+
 # Run the sitecustomize that this file shadows, if there is one.
-sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != Path(__file__).absolute().parent]
+sys.path[:] = [folder for folder in sys.path if Path(folder).absolute() != HERE.parent]
 spec = PathFinder.find_spec("sitecustomize", sys.path)
 try:
     if spec and spec.loader:
         spec.loader.exec_module(module_from_spec(spec))
 finally:
-    try:
+    if sys.version_info >= (3, 8):  # noqa: UP036  # the program may have started an older Python
+        # Only this package comes from its folder: others there are for the Python that `gluon-mgpu` uses.
+        spec = spec_from_file_location("gluon_mgpu", str(HERE.parents[2] / "__init__.py"))
+        assert spec and spec.loader
+        sys.modules["gluon_mgpu"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["gluon_mgpu"])
         from gluon_mgpu.old import prepare
-    except ModuleNotFoundError:  # the program started a different Python, without gluon_mgpu
-        pass
-    else:
+
         prepare.prepare()

@@ -1,0 +1,211 @@
+"""Makes environments for old programs: a Python of their time, with packages of their time.
+
+They are in the user's cache, one per Python version and list of requirements, whose hash is in the name. An environment
+is made in place, because its scripts contain its path. The file COMPLETE is written last; a folder without it is not
+used. Packages that the user adds are in a second, small environment, which also finds the first one's packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import platformdirs
+
+from gluon_mgpu.old import packages
+from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support.errors import Error, UsageError
+
+COMPLETE = "complete"  # the file's content is the list of requirements
+SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.version_info[:2])"
+DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
+
+
+class Wanted(NamedTuple):
+    """What an environment must have. python: a version in packages.PINS; None: the oldest. cpu: see
+    `packages.required`. extra: requirements that the user adds. file: the user's file of requirements."""
+
+    python: str | None = None
+    cpu: bool = False
+    extra: tuple[str, ...] = ()
+    file: str | None = None
+
+
+def folder() -> Path:
+    return platformdirs.user_cache_path("gluon_mgpu") / "environments"
+
+
+def find_or_make(wanted: Wanted) -> Path:
+    """The Python of an environment. It is made if there is none, which takes minutes and needs the package index.
+
+    Raises Error if it cannot be made, and then leaves nothing behind.
+    """
+    base = _base(wanted)
+    if not wanted.extra and wanted.file is None:
+        return _python(base)
+    try:
+        file = [] if wanted.file is None else [f"# {wanted.file}", Path(wanted.file).read_text()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("requirements", wanted.file, f"cannot be read ({error})") from None
+    added = folder() / f"{base.name}-{_digest([*wanted.extra, *file[1:]])}"
+    if not _is_complete(added):
+        arguments = [*wanted.extra, *([] if wanted.file is None else ["-r", os.path.abspath(wanted.file)])]
+        _make(added, str(_python(base)), arguments, f"adding {' '.join(arguments)}", base)
+    return _python(added)
+
+
+def remove() -> None:
+    """Remove all environments."""
+    if folder().is_dir():
+        with _locked():
+            for path in folder().iterdir():
+                shutil.rmtree(path)
+
+
+def described() -> list[str]:
+    """A line for each environment: its folder, its size, and what was asked for."""
+    lines = []
+    for path in sorted(folder().glob("*")):
+        content = (path / COMPLETE).read_text().split("\n") if _is_complete(path) else ["incomplete: not used"]
+        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content)}")
+    return lines
+
+
+def _base(wanted: Wanted) -> Path:
+    """The environment without what the user adds."""
+    versions = [wanted.python] if wanted.python else [*packages.PINS]
+    required = {version: packages.required(version, wanted.cpu) for version in versions}
+    paths = {version: folder() / f"python{version}-{_digest(names)}" for version, names in required.items()}
+    for path in paths.values():
+        if _is_complete(path):
+            return path
+    version, python = _find_python(versions)
+    mxnet, numpy, *_ = required[version]
+    what = f"Python {version}, {mxnet}, {numpy} ... ({DOWNLOADS[mxnet]} to download, once)"
+    _make(paths[version], python, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
+    return paths[version]
+
+
+def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Path | None = None) -> None:
+    """Make the environment `path`. arguments: of `pip install`. base: the environment that it extends."""
+    with _locked():
+        if _is_complete(path):  # another process has just made it
+            return
+        log.say(f"{what} in {path}")
+        start, limits = time.monotonic(), path / "limits.txt"
+        try:
+            without_pip = ["--without-pip"] if base else []
+            _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
+            if base:
+                (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
+            limits.write_text("\n".join(packages.LIMITS.split()))
+            # -I: what is on PYTHONPATH is not in the environment.
+            pip = [_python(path), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
+            _run("cannot install packages", *pip, "--constraint", limits, *arguments)
+            content = "\n".join(word for word in arguments if not word.startswith((":", "-"))).encode()
+            files.write_whole(path / COMPLETE, lambda file: file.write(content))
+        except OSError as error:
+            raise _not_writable(error) from None
+        finally:
+            if not (path / COMPLETE).exists():
+                shutil.rmtree(path, ignore_errors=True)
+        log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
+
+
+def _run(failure: str, *command: object) -> None:
+    """Run venv or pip, with a count of packages on a terminal. Raises Error with the last line of the program's
+    errors."""
+    with log.progress(unit=" packages") as bar:
+        count = lambda line: bar.update(line.startswith("Collecting "))  # noqa: E731
+        finished = subprocesses.run([*map(str, command)], on_line=count)
+    if finished.status:
+        lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
+        network = "it needs the package index, or a folder of wheels (docs/old-programs.md)"
+        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {network}")
+
+
+def _find_python(versions: Sequence[str]) -> tuple[str, str]:
+    """(version, path) of the first suitable Python. If there is none, uv downloads one. Raises Error if that fails."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser() / "versions"
+    for version in versions:
+        found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+        for python in filter(None, [*found, sys._base_executable]):  # type: ignore[attr-defined]
+            if _version(str(python)) == version:
+                return version, str(python)
+    names = f"Python {' to '.join(dict.fromkeys([versions[0], versions[-1]]))}"
+    uv, version = shutil.which("uv"), versions[-1]
+    if uv is None:
+        raise Error(f"no {names} with its venv module: install one (Debian, Ubuntu: python3-venv), or `pip install uv`")
+    log.say(f"downloading Python {version} with uv")
+    for words in (["install", version], ["find", "--system", version]):
+        finished = subprocesses.run([uv, "python", *words])
+        if finished.status:
+            raise Error(f"no {names}, and uv cannot download one ({_last(finished.err)}): install one")
+    return version, finished.out.strip()
+
+
+def _last(text: str) -> str:
+    return text.strip().rpartition("\n")[2].strip()
+
+
+def _version(python: str) -> str:
+    """The version of a Python that can make environments, such as "3.8"; empty if it cannot."""
+    with suppress(OSError):
+        return subprocess.run([python, "-I", "-c", SUITABLE], capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """Wait for other processes that make or remove environments."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(error) from None
+    waits = False
+    while True:
+        try:
+            descriptor = files.lock(folder(), "environment")
+            break
+        except UsageError:
+            if not waits:
+                log.say(f"waiting until another process has made an environment in {folder()}")
+            waits = True
+            time.sleep(0.5)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _not_writable(error: OSError) -> Error:
+    return Error(f"cannot write to {error.filename} ({error.strerror}): set XDG_CACHE_HOME to another folder")
+
+
+def _digest(requirements: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join([platform.machine(), *requirements]).encode()).hexdigest()[:8]
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / COMPLETE).is_file() and _python(path).exists()  # the Python itself may have been removed
+
+
+def _python(path: Path) -> Path:
+    return path / "bin" / "python"
+
+
+def _site_packages(path: Path) -> Path:
+    return next((path / "lib").glob("python*")) / "site-packages"
+
+
+def _megabytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*")) >> 20
