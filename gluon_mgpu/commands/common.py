@@ -19,6 +19,7 @@ from gluon_mgpu.support import errors, log, mpi
 from gluon_mgpu.support.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help
+IN_PYTHON = errors.caller
 
 
 def _show_tracebacks(context: click.Context, param: click.Parameter, value: bool) -> None:
@@ -54,7 +55,8 @@ class Command(click.Command):
         sys.exit(status)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        errors.caller.options = {param.name: param.opts[0] for param in self.params if param.name}
+        if errors.caller is not IN_PYTHON:  # only `main` runs the command
+            errors.caller.options = {param.name: param.opts[0] for param in self.params if param.name}
         return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
