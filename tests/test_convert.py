@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import small_networks  # noqa: F401 (registers the network "normalized")
-from conversions import TARGETS, files, in_forks, needs
+from conversions import GLUON, ONNX, PYTORCH, TARGETS, files, in_forks, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
@@ -52,6 +52,7 @@ def normalized(tmp_path_factory):
 
 
 RUNS = ["lenet", pytest.param("normalized", marks=pytest.mark.slow)]
+SLOW = [pytest.param(*to.values, marks=[*to.marks, pytest.mark.slow]) for to in (PYTORCH, ONNX)]
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -129,6 +130,7 @@ def assert_trains_alike(pytorch, folder, net, X, y):
 
 
 @needs("pytorch")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(
     name, request, pytorch, tmp_path
@@ -335,7 +337,7 @@ def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
         convert.from_files(*files(tmp_path, x, data=(2, 4, 9, 9)), (4, 9, 9))
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", [GLUON, *SLOW])
 def test_other_scores_leave_no_file_and_existing_files_stay(to, lenet, tmp_path):
     given = convert.from_run(lenet)
     given.samples = [exported.Sample(X, [Y * 1.0001 for Y in Ys]) for X, Ys in given.samples]
