@@ -30,12 +30,12 @@ def point(impl, workers=1, **options):
     return Point(impl, "lenet", 32, 2 // workers, workers, **options)
 
 
-OURS = [point("scratch"), point("highlevel"), point(TUNED), point("layer-wise partitioning")]
-SLOW = [pytest.param(point("scratch", 2), marks=pytest.mark.slow)]
+OTHERS = [point("highlevel"), point(TUNED), point("layer-wise partitioning"), point("scratch", 2)]
+SLOW = [pytest.param(other, marks=pytest.mark.slow) for other in OTHERS]
 SLOW += [pytest.param(point(f"PyTorch{of}", 2), marks=[pytest.mark.slow, TORCH]) for of in ("", ", channels_last")]
 
 
-@pytest.mark.parametrize("subject", [*OURS, *SLOW], ids=str)
+@pytest.mark.parametrize("subject", [point("scratch"), *SLOW], ids=str)
 def test_every_implementation_is_measured_on_the_same_training(subject, mxnet, tmp_path):
     one = mxnet_points.measure(Point("scratch", "lenet", 32, 1), steps=1)
     if subject.workers > 1:

@@ -197,6 +197,7 @@ def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang
     assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
 
 
+@pytest.mark.slow
 def test_two_gpus_do_not_hang_with_two_threads(program):
     assert program(PRODUCTS.replace("mx.cpu", "mx.gpu"), OMP_NUM_THREADS="2").stdout == "1.0 1.0\n"
 

@@ -72,7 +72,9 @@ def test_two_processes_make_it_once(folder):
     assert len(installs(folder)) == 1
 
 
-@pytest.mark.parametrize("end", ["failure", "Ctrl-C", "SIGKILL"])
+@pytest.mark.parametrize(
+    "end", ["failure", pytest.param("Ctrl-C", marks=pytest.mark.slow), pytest.param("SIGKILL", marks=pytest.mark.slow)]
+)
 def test_after_a_failure_it_is_made_anew(folder, end):
     (folder / ("fail" if end == "failure" else "wait")).touch()
     process = start(folder)

@@ -23,6 +23,7 @@ CONV1D = """
 """
 
 
+@pytest.mark.slow
 def test_conv1d_before_batch_norm_trains_with_any_number_of_channels(forked):
     run = forked(CONV1D)
     assert run.stdout == "True (16, 4, 3) (16, 4, 3) (8, 1, 19)\n" * 2, run.stderr
