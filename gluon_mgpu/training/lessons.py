@@ -51,18 +51,19 @@ def for_evaluation(config: Config, lesson: ModuleType) -> Config:
     return config.with_defaults((only_training | {*unsupported(lesson)}) - {"model"})
 
 
-def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
+def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> ModuleType:
     """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
     highlevel.
 
-    functions: replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
+    fresh: execute the file of one of the package's lessons again, as that of an own lesson always is. functions:
+    replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
     of the lesson. Raises UsageError if the file does not exist, or if a function is missing or has other arguments; an
     error in the file's own code is not caught.
     """
     path = str(impl)
     if impl in LESSONS:
         module = importlib.import_module(f"gluon_mgpu.{impl}")
-        if not functions:
+        if not (functions or fresh):
             return module
         path = str(module.__file__)
     name = f"{impl} (own {', '.join(functions)})" if functions else path
