@@ -32,7 +32,7 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
     file = os.path.realpath(path)
 
     def check(send: Send) -> None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # to compile fast
         import jax
 
         jax.config.update("jax_num_cpu_devices", max(devices))
@@ -150,7 +150,6 @@ def _watched(facts: dict[str, Any], double: bool) -> Iterator[None]:
 
     was = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", double)
-    jax.clear_caches()  # what jit has kept was compiled in the other precision
     convert.bind = in_double
     for name, draw in drawing.items():
         setattr(jax.random, name, noted(draw))

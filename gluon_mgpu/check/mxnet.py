@@ -1,7 +1,7 @@
 """Takes a lesson's steps on several devices and on one, each time with a fresh execution of its file.
 
-`compare` adds to the judge's claims what only a lesson's own functions can tell: on which devices they compute, and what
-`split_and_load`, `allreduce` and `evaluate_accuracy` do when they are called alone.
+`compare` adds to the judge's claims what only a lesson's own functions can tell: on which devices they compute, and
+what `split_and_load`, `allreduce` and `evaluate_accuracy` do when they are called alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training import lessons
-from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
 
@@ -68,7 +68,8 @@ def executed_again(lesson: ModuleType | str) -> ModuleType:
     """A fresh execution of a lesson's file, with the functions that were replaced in the lesson."""
     if isinstance(lesson, str):
         return lessons.load(lesson, fresh=True)
-    fresh = lessons.load(str(lesson.__file__), fresh=True)
+    name = lessons.name_of(lesson)
+    fresh = lessons.load(name if name in LESSONS else str(lesson.__file__), fresh=True)
     for name, function in vars(lesson).items():
         if isinstance(function, FunctionType) and _code(function) != _code(getattr(fresh, name, None)):
             setattr(fresh, name, function)
@@ -109,7 +110,6 @@ class MXNet:
         self.same = replace(self.plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
         lessons.check_settings(self.same, lesson)
         self.calls, self.placed, self.found = _Calls(), "", Claims()
-        self.sessions: dict[Any, Session] = {}
 
     def batch(self, i: int, n: int) -> Batch:
         rng = np.random.default_rng(i)
@@ -136,7 +136,7 @@ class MXNet:
             model.device_params = [lesson.get_params(params, c) for c in ctx]
         elif double and type(model) is GluonModel:
             model.net.cast("float64")
-            model.image_dtype = "float64"
+            model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
         elif double:
             raise TypeError("this model computes in float32 only")
         return model
@@ -145,9 +145,9 @@ class MXNet:
         session, calls = Session(), _Calls()
         try:
             self._take_steps(session, calls, k, batches, **options)
-        except UsageError:
-            raise
         except Exception as error:
+            if isinstance(error, UsageError) and k == 1:
+                raise
             session.failure = _explained(error, calls)
         return session
 
@@ -191,11 +191,12 @@ class MXNet:
     def claims(self, report: Report) -> Claims:
         """The claims of the judge, and those of the lesson's functions, most likely cause first."""
         found = dict(report.claims)
-        if not {*found} & {"devices", "several"}:
+        if {*found} & judge.NOT_COMPARED:
             return found
         claims: Claims = {"start": found.pop("start", ""), "devices": self.placed or self._idle()}
         failed = found.pop("several", "")
-        claims |= {"called": self._called(), "split": self._split(len(self.ctx) * 4 + 1)[1], **self._sum()}
+        split = next((wrong for n in (4 * len(self.ctx), 4 * len(self.ctx) + 1) if (wrong := self._split(n)[1])), "")
+        claims |= {"called": self._called(), "split": split, **self._sum()}
         if self._is_called("split_and_load") is False:
             claims["split"] = None
         if failed:
@@ -204,10 +205,10 @@ class MXNet:
         claims["losses"] = self._losses() or found.get("losses") or ""
         claims["replicas"] = found.get("replicas") or ""
         if claims["replicas"] and not self.grads_differ:
-            claims["replicas"] = "after a step, the replicas have different parameters, but equal gradients; update alike"
-        claims["update"] = self.alone or found.get("update") or found.get("sum") or found.get("devices") or self._late()
-        if own is None and found.get("sum"):
-            claims["sum"] = found["sum"]
+            advice = "update each replica in the same way"
+            claims["replicas"] = f"after a step, the replicas have different parameters, but equal gradients; {advice}"
+        missing = found.get("sum") if "sum" not in claims or own is None else ""
+        claims["update"] = self.alone or found.get("update") or missing or found.get("devices") or self._late()
         claims["accuracy"] = self._accuracy()
         return claims
 
@@ -306,6 +307,9 @@ class MXNet:
             return f"a step on {n} examples returns {several.size} losses; return one for each example"
         if not judge.alike(whole, still):
             return "losses are computed with parameters that this step has changed; update last"
+        turned = self.run(1, [self.take(batch, range(n)[::-1])])
+        if not judge.alike(whole, np.concatenate(turned.steps[0].losses)):
+            return "the losses are not those of the batch; compute each as on one device, with its own image and label"
         alone = [self.run(1, [self.take(batch, shard)]) for shard in self._split(n)[0]]
         by_shard = np.concatenate([loss for s in alone for loss in s.steps[0].losses])
         if sessions[0].fact("normalized") or judge.alike(several, whole):
@@ -406,11 +410,14 @@ def reduced(values: np.ndarray, results: np.ndarray, names: Sequence[str], funct
         return f"{function} copies the first device's array to the others, without adding theirs"
     error = np.abs(results - total).max() / np.abs(total).max()
     if error < 0.02:
-        return f"{function} leaves a sum with only about {round(-np.log2(error))} correct bits, as with float16 or 8-bit numbers; keep float32 until the sum is complete"
+        bits = round(-np.log2(error))
+        like = "as with float16 or 8-bit numbers; keep float32 until the sum is complete"
+        return f"{function} leaves a sum with only about {bits} correct bits, {like}"
     if all(part.any() and not part.all() for part in right):
         return f"{function} sums only a part of the array: {right[0].sum()} of {right[0].size} elements"
     wrong = [i for i in range(k) if not right[i].all()]
-    left = [judge.weighted_names(judge.fitted(results[i], [*values], 1e-4 * judge.norm(results[i])), names) for i in wrong]
+    weights = [judge.fitted(results[i], [*values], 1e-4 * judge.norm(results[i])) for i in wrong]
+    left = [judge.weighted_names(found, names) for found in weights]
     if not all(left):
         return f"{function} leaves no sum on {', '.join(names[i] for i in wrong)}"
     if len({*left}) == 1:

@@ -12,7 +12,8 @@ import random as python_random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as engine
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -33,7 +35,7 @@ from gluon_mgpu.check.processes import Message, Outcome, Send
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
-COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor".split()
+COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like", "bernoulli", "dropout"}
 DRAWS_IN_PLACE = {"uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "trunc_normal_"}
@@ -63,7 +65,6 @@ def parallel(
     it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
     the step itself divides. seconds: the limit of a step.
     """
-    import torch._dynamo  # takes seconds, and each process would import it with its first optimizer
 
     driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
     return merged([(k, compare(driver, k, steps, even)) for k in processes], driver.unit)
@@ -103,7 +104,7 @@ class PyTorch:
     ) -> None:
         self.make, self.take_step, self.draw, self.no_dropout = make, step, batch, no_dropout
         self.reference, self.divide, self.seconds = reference, divide, seconds
-        self.sessions: dict[Any, Session] = {}
+        self.sessions: dict[Any, tuple[Session, Sequence[Any]]] = {}  # in one process
         self.batches: dict[tuple[int, int], Any] = {}
 
     def batch(self, i: int, n: int) -> Any:
@@ -131,15 +132,18 @@ class PyTorch:
         return examples if all(examples) and used[0] == [*range(n)] else None  # a mask leaves no gradient of some
 
     def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        key = (k, tuple(map(id, batches)), repr(sorted(options.items())))
-        if k > 1 or key not in self.sessions:
-            outcome = self._group(k, batches, **options)
-            self.sessions[key] = _session(outcome)
-        return self.sessions[key]
+        if k > 1:
+            return _session(self._group(k, batches, **options))
+        key = (*map(id, batches), repr(sorted(options.items())))
+        if key not in self.sessions:  # with the batches, whose ids are then not used again
+            self.sessions[key] = _session(self._group(k, batches, **options)), batches
+        return self.sessions[key][0]
 
     def _group(self, k: int, batches: Sequence[Any], **options: Any) -> Outcome:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        functions = [lambda send, r=rank: self._process(send, r, k, store.port, batches, **options) for rank in range(k)]
+        functions = [
+            lambda send, r=rank: self._process(send, r, k, store.port, batches, **options) for rank in range(k)
+        ]
         return processes.run(functions, self.seconds)
 
     def _process(
@@ -251,7 +255,7 @@ class PyTorchFile(PyTorch):
         """What is wrong with the file's `evaluate_accuracy`, see `accuracy`."""
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-        def process(send: Send, rank: int) -> None:
+        def process(rank: int, send: Send) -> None:
             join(rank, k, store.port)
             seed_all(rank)
             state = self._make(rank, k)
@@ -266,7 +270,7 @@ class PyTorchFile(PyTorch):
 
         if "def evaluate_accuracy" not in Path(self.file).read_text(errors="replace"):
             return None
-        outcome = processes.run([lambda send, r=rank: process(send, r) for rank in range(k)], self.seconds)
+        outcome = processes.run([partial(process, rank) for rank in range(k)], self.seconds)
         if outcome.failure:
             return f"evaluate_accuracy fails: {outcome.failure}"
         return json.loads(str(outcome.stages[0][0]["accuracy"]))
@@ -279,7 +283,7 @@ class CannotDraw(Exception):
 def join(rank: int, world: int, port: int) -> None:
     """Connect the processes, with torchrun's environment variables."""
     torch.set_num_threads(1)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    variables: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "check"}
@@ -420,7 +424,7 @@ def by_shard(modules: Sequence[nn.Module], shards: Shards) -> None:
             parts = [type(module).forward(module, x[each[np.asarray(shard, int)].ravel()]) for shard in shards]
             return torch.cat(parts)[np.argsort(each[order].ravel())]
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
 
 def switch_dropout_off(modules: Sequence[nn.Module]) -> bool:
@@ -439,7 +443,7 @@ def _compile_nothing() -> None:
     """Let torch.compile return what it gets: the reference needs no compiler."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)  # type: ignore[assignment]
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
 
 
 class Watch:
@@ -472,7 +476,9 @@ class Watch:
 
     def unfinished(self) -> str:
         line = next((work.line for work in self.works if not work.is_awaited), 0)
-        return f"line {line} begins a sum with async_op=True and does not wait(); wait before the update" if line else ""
+        return (
+            f"line {line} begins a sum with async_op=True and does not wait(); wait before the update" if line else ""
+        )
 
 
 class Work:
@@ -506,7 +512,7 @@ class Float64(TorchFunctionMode):
                 self._note(getattr(policy, name))
                 object.__setattr__(policy, name, None)
 
-        torch.autocast.__init__ = without  # type: ignore[method-assign]
+        torch.autocast.__init__ = without
         if fsdp:
             fsdp.MixedPrecisionPolicy.__post_init__ = in_double
 
@@ -523,6 +529,11 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
+            gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
+            gradient = torch.ones_like(first) if gradient is None else gradient
+            with self:  # for the hooks of a backward pass, which convert, too; `func` would run them without
+                return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
         if name in DRAWS or name in DRAWS_IN_PLACE:
             self.watch.draws = True
         if name in CONVERSIONS and first is not None:

@@ -66,7 +66,9 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
         if not (functions or fresh):
             return module
         path = str(module.__file__)
-    name = f"{impl} (own {', '.join(functions)})" if functions else path
+    name = f"{impl} (own {', '.join(functions)})" if functions else module.__name__ if impl in LESSONS else path
+    anew = impl in LESSONS and not functions
+    before = sys.modules.get(name)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise UsageError("impl", impl, f"must be one of {', '.join(LESSONS)}, or a Python file (.py) that exists")
@@ -78,6 +80,11 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        if anew and before:
+            sys.modules[name] = before
+    if anew:
+        return lesson
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")

@@ -20,7 +20,6 @@ from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import Epoch, RunFolder, read_state
 from gluon_mgpu.training.interrupt import CtrlC
-from gluon_mgpu.training.lesson_state import LessonState
 from gluon_mgpu.training.model import Model, read_arrays
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
@@ -52,7 +51,6 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     examples, size = len(data.train_labels), config.batch_size
     steps_per_epoch = -(-examples // size)
     part = partial(group.part, device_count=len(ctx), parts=config.grad_accum_steps)
-    lesson_state = LessonState(model.lesson, saves=run.folder is not None)
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
         print("running on:", ctx, *several, flush=True)
@@ -73,7 +71,6 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
                 lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
                 losses.add(step(X, y, lr), X.shape[0])
                 position.steps += 1
-                lesson_state.after_step()
             position.loss_sum += losses.finish()
             nd.waitall()
             position.seconds = time.perf_counter() - start

@@ -143,9 +143,9 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and name_of(lesson) not in LESSONS)):
         return ""
-    from gluon_mgpu.training import check
+    from gluon_mgpu.check.mxnet import compare
 
-    report = check.compare(lesson, ctx, config, data.image_shape, data.classes)
+    report = compare(lesson, ctx, config, data.image_shape, data.classes)
     if report.verdict or config.check:
         omitted = config.changed(name for name in SETTINGS if SETTINGS[name].extended)
         without = f" (compared without {', '.join(map(setting, omitted))})" if omitted else ""
