@@ -14,10 +14,9 @@ ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 LAYERS = [
     ["support"],
     ["compat"],
-    ["check"],
     ["data"],
     ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "old"],
-    ["training"],
+    ["training", "check"],
     ["evaluate", "convert"],
     ["exercises"],
     ["commands"],

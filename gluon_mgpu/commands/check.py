@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from gluon_mgpu.check import frameworks
-from gluon_mgpu.check.comparison import Report
+from gluon_mgpu import check as checks
+from gluon_mgpu.check.judge import UNITS, Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.support import log
@@ -16,69 +17,85 @@ from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training.config import Config
 
 SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
+OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
 CLAIMS = {
-    "runs": "a step runs on one device",
-    "several": "a step runs on several devices",
-    "start": "all devices start with the same parameters",
-    "devices": "each device has its own replica, and computes its shard",
+    "runs": "a step runs on one {unit}",
+    "compared": "the steps can be compared",
+    "repeatable": "the same step twice gives the same result",
+    "several": "a step runs on several {units}",
+    "start": "all {units} start with the same parameters",
+    "devices": "each example is on exactly one {unit}",
     "called": "the step calls the functions of this file",
     "split": "split_and_load puts each example on exactly one device",
-    "sum": "after allreduce, each device has the sum",
+    "sum": "each {unit} updates with the sum of all gradients",
     "losses": "the losses are those of the batch's examples",
-    "replicas": "after a step, all devices have the same parameters",
-    "update": "the parameters on the first device change as on one device",
+    "replicas": "after a step, all {units} have the same parameters",
+    "update": "the step changes the parameters as on one {unit}",
     "accuracy": "evaluate_accuracy counts each example once",
-    "repeatable": "the same step twice gives the same result",
 }
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of at least 2, separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Sequence[int]:
+        if isinstance(value, tuple):
+            return value
+        numbers = [int(word) if word.isdigit() else 0 for word in value.split(",")]
+        if min(numbers) < 2:
+            self.fail(f"{value!r} must be numbers of at least 2, such as 2,3", param, ctx)
+        return tuple(numbers)
 
 
 @common.command(
     examples="""
         gluon-mgpu check my_scratch.py --gpus 4
         gluon-mgpu check highlevel --model resnet18
-        gluon-mgpu check sharded --zero 3
-        gluon-mgpu check my_ddp.py
+        gluon-mgpu check my_ddp.py --processes 2,3 --even
     """,
 )
 @click.argument("lesson", metavar="FILE.py|scratch|highlevel|sharded")
+@common.option(
+    "--processes", type=Numbers(), default=(2, 3), help="PyTorch's processes or JAX's devices.", metavar="K,..."
+)
+@common.option("--steps", type=click.IntRange(1), default=3, help="Steps one after the other, before an uneven one.")
+@common.option("--even", is_flag=True, help="Only warn if uneven batches differ.")
+@common.option("--seconds", type=click.FloatRange(1), default=60, help="Limit for a step in PyTorch or JAX.")
 @common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset={"default": None})
 @click.pass_context
-def check(context: click.Context, lesson: str, **options: Any) -> None:
-    """Take a few steps with a lesson, on several devices and on one, and compare them claim by claim. FILE.py is your
-    changed copy of scratch.py or highlevel.py, or a file with a step in PyTorch (two processes) or JAX (two devices),
-    such as docs/pytorch/ddp.py. The exit status is 1 if the steps differ or cannot be compared.
+def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
+    """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of
+    scratch.py or highlevel.py, or a file with a step in PyTorch (in processes) or JAX (on devices of one process), such
+    as docs/pytorch/ddp.py. Exit status: 0 if the steps are the same, 1 if they differ, 3 if they cannot be compared.
 
     The images are random. With --dataset own, they have the shape and the classes of your data."""
-    if framework := frameworks.framework(lesson):
-        _check_file(context, lesson, framework)
+    steps, even, framework = options.pop("steps"), options.pop("even"), checks.framework(lesson)
+    for name in [*SETTINGS, "gpus", "device", "dataset", "data_dir"] if framework else OF_FILES:
+        if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(name, None, f"only for {'MXNet' if framework else 'PyTorch and JAX'}")
+    if framework:
+        _print(context, lesson, checks.compare_file(lesson, processes, steps, even, seconds))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     if options["data_dir"] is not None and options["dataset"] != "own":
         raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
     ctx = devices.contexts(options["gpus"], options["device"])
+    from gluon_mgpu.check.mxnet import compare
     from gluon_mgpu.data import datasets
-    from gluon_mgpu.training import lessons
-    from gluon_mgpu.training.check import compare
 
     shape, classes = datasets.IMAGE_SHAPE, 10
     if options["dataset"] == "own":  # the others have the same shape and number of classes
         own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
     config = Config(impl=lesson, **{name: options[name] for name in SETTINGS})
-    report = compare(lessons.load(lesson), ctx, config, shape, classes)
-    _print(context, lesson, report, CLAIMS)
+    _print(context, lesson, compare(lesson, ctx, config, shape, classes, steps, even))
 
 
-def _check_file(context: click.Context, path: str, framework: str) -> None:
-    """Check a step in PyTorch or JAX."""
-    for name in context.params:
-        if name != "lesson" and context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(name, None, "only for MXNet; PyTorch and JAX are checked on two CPU devices")
-    _print(context, path, frameworks.run(path, framework), frameworks.CLAIMS)
-
-
-def _print(context: click.Context, lesson: str, report: Report, texts: dict[str, str]) -> None:
+def _print(context: click.Context, lesson: str, report: Report) -> None:
     answers = {None: "not called", "": "yes"}
-    rows = [[answers.get(reason, "no"), texts[claim], reason or ""] for claim, reason in report.claims.items()]
+    words = {"unit": report.unit, "units": UNITS[report.unit]}
+    rows = [[answers.get(r, "no"), CLAIMS[claim].format(**words), r or ""] for claim, r in report.claims.items()]
     for line in [*log.table(rows, align="<"), *report.notes, f"{lesson} {report.line}"]:
         click.echo(line)
-    context.exit(1 if report.verdict else 0)
+    context.exit(report.status)

@@ -26,21 +26,24 @@ ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that 
 RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
-def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
+def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> ModuleType:
     """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
     highlevel.
 
-    functions: replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
+    fresh: execute the file of one of the package's lessons again, as that of an own lesson always is. functions:
+    replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
     of the lesson. Raises UsageError if the file does not exist, or if a function is missing or has other arguments; an
     error in the file's own code is not caught.
     """
     path = str(impl)
     if impl in LESSONS:
         module = importlib.import_module(f"gluon_mgpu.{impl}")
-        if not functions:
+        if not (functions or fresh):
             return module
         path = str(module.__file__)
-    name = f"{impl} (own {', '.join(functions)})" if functions else path
+    name = f"{impl} (own {', '.join(functions)})" if functions else module.__name__ if impl in LESSONS else path
+    anew = impl in LESSONS and not functions
+    before = sys.modules.get(name)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise UsageError("impl", impl, f"must be one of {', '.join(LESSONS)}, or a Python file (.py) that exists")
@@ -52,6 +55,11 @@ def load(impl: str, **functions: Callable[..., Any]) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        if anew and before:
+            sys.modules[name] = before
+    if anew:
+        return lesson
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")

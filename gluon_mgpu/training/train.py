@@ -163,9 +163,9 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if not (config.check or (len(ctx) > 1 and lessons.is_own(lesson))):
         return ""
-    from gluon_mgpu.training import check
+    from gluon_mgpu.check.mxnet import compare
 
-    report = check.compare(lesson, ctx, config, data.image_shape, data.classes)
+    report = compare(lesson, ctx, config, data.image_shape, data.classes)
     name = lessons.name_of(lesson)
     if report.verdict or config.check:
         without = f" (compared without {setting('shares')})" if config.shares else ""

@@ -1,5 +1,7 @@
 """`gluon-mgpu run` avoids, or explains, faults of MXNet on CPUs."""
 
+import pytest
+
 CONV1D = """
     import mxnet as mx, numpy as np
     from mxnet import autograd, gluon, nd

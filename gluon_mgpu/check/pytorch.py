@@ -1,0 +1,560 @@
+"""Takes the steps of PyTorch code in several processes over gloo and in one, each time with a fresh copy of the code.
+
+`compare_file` is for `gluon-mgpu check FILE.py`; `parallel` takes three functions instead. Each side is a group of
+processes, forks of this one. They exchange only what the step does; what they find goes to this one by pipes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random as python_random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.parallel
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as engine
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gluon_mgpu.check import processes
+from gluon_mgpu.check.accuracy import accuracy
+from gluon_mgpu.check.judge import Arrays, Report, Session, Shards, Step, compare, merged
+from gluon_mgpu.check.processes import Message, Outcome, Send
+
+LR = 0.1
+PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
+COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()
+LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like", "bernoulli", "dropout"}
+DRAWS_IN_PLACE = {"uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "trunc_normal_"}
+CONVERSIONS = {"float", "half", "bfloat16"}
+FROM_NUMPY = {"from_numpy", "tensor", "as_tensor"}
+
+
+def parallel(
+    make: Callable[[int, int], Any],
+    step: Callable[[Any, Any], Any],
+    batch: Callable[[int, int], Any],
+    processes: Sequence[int] = (2, 3),
+    steps: int = 3,
+    even: bool = False,
+    random: str = "off",
+    reference: Callable[[Any, Any], Any] | None = None,
+    divide: str = "contiguous",
+    seconds: float = 60,
+) -> Report:
+    """Compare training steps in several processes with the same steps in one.
+
+    make(rank, world): returns what a step needs: a network, an optimizer, a schedule, or any nest of these; called in
+    each process, after dist.init_process_group. step(state, part): the body of the training loop. batch(i, n): batch i,
+    of n examples: a nest of tensors, with the examples along the first axis. processes: how many to compare. steps: how
+    many one after the other, before one with an uneven batch. even: uneven batches may differ; then there is a warning.
+    random: "off" switches dropout modules off; "on" leaves them. reference(state, batch): the step in one process, if
+    it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
+    the step itself divides. seconds: the limit of a step.
+    """
+
+    driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
+    return merged([(k, compare(driver, k, steps, even)) for k in processes], driver.unit)
+
+
+def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, seconds: float) -> Report:
+    """Compare the steps of a file with `train_batch` and `init_net` or `init_params`."""
+    file = os.path.realpath(path)
+    text = Path(file).read_bytes()
+    if b"optim" in text:  # these take seconds, and each process would import them
+        import torch._dynamo  # noqa: F401
+    if b"fsdp" in text:
+        import torch.distributed.fsdp  # noqa: F401
+    sys.path.insert(0, str(Path(file).parent))  # as for a script, but its modules hide none that are imported above
+    driver = PyTorchFile(file, seconds)
+    reports = [(k, compare(driver, k, steps, even)) for k in processes]
+    report = merged(reports, driver.unit)
+    if report.same and (found := driver.accuracy(processes[0])) is not None:
+        report.claims["accuracy"] = found
+    return report
+
+
+class PyTorch:
+    """The driver. See `parallel` for the arguments."""
+
+    unit = "process"
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Any],
+        step: Callable[[Any, Any], Any],
+        batch: Callable[[int, int], Any],
+        no_dropout: bool,
+        reference: Callable[[Any, Any], Any] | None,
+        divide: str,
+        seconds: float,
+    ) -> None:
+        self.make, self.take_step, self.draw, self.no_dropout = make, step, batch, no_dropout
+        self.reference, self.divide, self.seconds = reference, divide, seconds
+        self.sessions: dict[Any, tuple[Session, Sequence[Any]]] = {}  # in one process
+        self.batches: dict[tuple[int, int], Any] = {}
+
+    def batch(self, i: int, n: int) -> Any:
+        """Drawn once, in float32."""
+        if (i, n) not in self.batches:
+            seed_all(i)
+            self.batches[i, n] = self.draw(i, n)
+        return self.batches[i, n]
+
+    def take(self, batch: Any, examples: Sequence[int]) -> Any:
+        index = torch.tensor([*examples])
+        return pytree.tree_map(lambda a: a[index] if isinstance(a, Tensor) and a.ndim else a, batch)
+
+    def same_labels(self, batch: Any) -> Any:
+        X, y = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (None, None)
+        return (X, y[:1].expand_as(y).clone()) if isinstance(y, Tensor) and y.ndim == 1 else None
+
+    def split(self, k: int, batch: Any, n: int) -> Shards | None:
+        if self.divide != "none":
+            return divided(self.divide, k, n)
+        found = [self._group(count, [batch], probe=True) for count in (k, 1)]
+        if any(len(outcome.stages) < 2 for outcome in found):
+            return None
+        examples, used = ([m["examples"].tolist() for m in outcome.stages[1]] for outcome in found)
+        return examples if all(examples) and used[0] == [*range(n)] else None  # a mask leaves no gradient of some
+
+    def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
+        if k > 1:
+            return _session(self._group(k, batches, **options))
+        key = (*map(id, batches), repr(sorted(options.items())))
+        if key not in self.sessions:  # with the batches, whose ids are then not used again
+            self.sessions[key] = _session(self._group(k, batches, **options)), batches
+        return self.sessions[key][0]
+
+    def _group(self, k: int, batches: Sequence[Any], **options: Any) -> Outcome:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        functions = [
+            lambda send, r=rank: self._process(send, r, k, store.port, batches, **options) for rank in range(k)
+        ]
+        return processes.run(functions, self.seconds)
+
+    def _process(
+        self,
+        send: Send,
+        rank: int,
+        world: int,
+        port: int,
+        batches: Sequence[Any],
+        *,
+        double: bool = False,
+        shards: Sequence[Shards] | None = None,
+        seed: int = 0,
+        clear: bool = False,
+        probe: bool = False,
+    ) -> None:
+        """What each process does. probe: find the examples whose gradients a step computes."""
+        join(rank, world, port)
+        seed_all(rank)
+        watch, take_step = Watch(), self.reference if world == 1 and self.reference else self.take_step
+        if double or world == 1:
+            _compile_nothing()
+        with Float64(watch) if double else nullcontext():
+            state = self.make(rank, world)
+            modules = [*found_modules(state)]
+            facts: dict[str, Any] = {"how": ["with dropout off"] * (self.no_dropout and switch_dropout_off(modules))}
+            normalized = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+            normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
+            facts |= {"normalized": bool(normalized), "statistics": statistics(state, normalized)}
+            facts["synced"] = any(getattr(m, "broadcast_buffers", False) for m in modules)
+            if not self.reference and tensor_parallel(state, modules):
+                facts["reason"] = (
+                    "its parameters are divided by tensor parallelism, and only data parallelism is checked; pass "
+                    "reference="
+                )
+            now = read(state)
+            send({**{f"a/{name}": a for name, a in now.items()}, "facts": np.array(json.dumps(facts))})
+            seed_all(1000 * seed + rank)
+            watch.draws = False
+            for i, batch in enumerate(batches):
+                if shards and world == 1:
+                    by_shard(normalized, shards[i])
+                data = pytree.tree_map(lambda a: copied(a, double, probe), batch)
+                leaves = [a for a in pytree.tree_leaves(data) if isinstance(a, Tensor)]
+                part = data
+                if world > 1 and self.divide != "none":
+                    part = self.take(data, divided(self.divide, world, len(leaves[0]))[rank])
+                watch.grads.clear()
+                losses = take_step(state, part)
+                after = read(state)
+                message = {f"a/{name}": a - now.get(name, a) for name, a in after.items()}
+                message |= {f"g/{name}": watch.grads[a] for name, a in named(state).items() if a in watch.grads}
+                losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
+                message["losses"] = losses[0].ravel() if len(losses) == 1 else np.zeros(0)
+                if probe:
+                    message["examples"] = examples_of(leaves)
+                left = [p for p in named(state).values() if p.grad is not None and p.grad.any()]
+                facts = {"low": watch.low, "random": watch.draws, "left": bool(left) and any_moved(message)}
+                facts["wrong"] = watch.unfinished()
+                if clear and facts["left"]:
+                    for p in left:
+                        p.grad = torch.zeros_like(p.grad)
+                now = after
+                send({**message, "facts": np.array(json.dumps(facts))})
+
+
+class PyTorchFile(PyTorch):
+    """A file, executed anew in each process. Its step gets whole batches, and divides them."""
+
+    def __init__(self, file: str, seconds: float) -> None:
+        super().__init__(self._make, self._step, self._draw, True, None, "none", seconds)
+        self.file = file
+
+    def _make(self, rank: int, world: int) -> Any:
+        self.module = processes.load(self.file)
+        if hasattr(self.module, "init_net"):
+            return self.module.init_net(LR)
+        return {"params": self.module.init_params()}
+
+    def _step(self, state: Any, batch: Any) -> Any:
+        more = (state["params"], LR) if isinstance(state, dict) and "params" in state else state
+        return self.module.train_batch(*batch, *more)
+
+    def _draw(self, i: int, n: int) -> Any:
+        """The file's own `example_batch(n)`, or images and labels as of MNIST."""
+        if "def example_batch" not in Path(self.file).read_text(errors="replace"):
+            rng = np.random.default_rng(i)
+            return torch.tensor(rng.random((n, 1, 28, 28), np.float32)), torch.tensor(rng.integers(0, 10, n))
+
+        def draw(send: Send) -> None:
+            torch.set_num_threads(1)
+            module = processes.load(self.file)
+            seed_all(i)
+            leaves, spec = pytree.tree_flatten(module.example_batch(n))
+            arrays = {f"a/{j}": a.numpy() for j, a in enumerate(leaves) if isinstance(a, Tensor)}
+            others = {str(j): a for j, a in enumerate(leaves) if not isinstance(a, Tensor)}
+            how = json.dumps([pytree.treespec_dumps(spec), len(leaves), others])
+            send({**arrays, "how": np.array(how)})
+
+        outcome = processes.run([draw], self.seconds)
+        if outcome.failure:
+            raise CannotDraw(outcome.failure)
+        message = outcome.stages[0][0]
+        spec, count, others = json.loads(str(message["how"]))
+        leaves = [torch.tensor(message[f"a/{j}"]) if f"a/{j}" in message else others[str(j)] for j in range(count)]
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+
+    def accuracy(self, k: int) -> str | None:
+        """What is wrong with the file's `evaluate_accuracy`, see `accuracy`."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def process(rank: int, send: Send) -> None:
+            join(rank, k, store.port)
+            seed_all(rank)
+            state = self._make(rank, k)
+            params = state["params"] if isinstance(state, dict) else state[0]
+            net, lenet = params, getattr(self.module, "lenet", None)
+            if isinstance(net, nn.Module):
+                net.eval()
+            else:
+                net = lenet and (lambda X: lenet(X, params))
+            found = accuracy(self.module, self.batch(0, 12)[0], torch.tensor, params, net)
+            send({"accuracy": np.array(json.dumps(found))})
+
+        if "def evaluate_accuracy" not in Path(self.file).read_text(errors="replace"):
+            return None
+        outcome = processes.run([partial(process, rank) for rank in range(k)], self.seconds)
+        if outcome.failure:
+            return f"evaluate_accuracy fails: {outcome.failure}"
+        return json.loads(str(outcome.stages[0][0]["accuracy"]))
+
+
+class CannotDraw(Exception):
+    """`example_batch` fails."""
+
+
+def join(rank: int, world: int, port: int) -> None:
+    """Connect the processes, with torchrun's environment variables."""
+    torch.set_num_threads(1)
+    variables: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "check"}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo")
+
+
+def seed_all(number: int) -> None:
+    """Seed all generators: with the rank, so that only what is sent, or drawn with a seed of its own, is equal."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    python_random.seed(number)
+
+
+def divided(how: str, k: int, n: int) -> list[list[int]]:
+    """The examples of each process."""
+    return [[*range(n)][r::k] if how == "strided" else np.array_split(range(n), k)[r].tolist() for r in range(k)]
+
+
+def copied(value: Any, double: bool, requires_grad: bool) -> Any:
+    """A side's own copy of a tensor of a batch."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().clone()
+    if not value.is_floating_point():
+        return value
+    return (value.double() if double else value).requires_grad_(requires_grad)
+
+
+def _session(outcome: Outcome) -> Session:
+    def arrays(message: Message, kind: str = "a/") -> Arrays:
+        return {name[2:]: a for name, a in message.items() if name.startswith(kind)}
+
+    session = Session(failure=outcome.failure, late=outcome.late)
+    for i, messages in enumerate(outcome.stages):
+        facts = json.loads(str(messages[0]["facts"]))
+        session.facts |= {name: value for name, value in facts.items() if value or name not in session.facts}
+        wrong = [text for m in messages if (text := json.loads(str(m["facts"])).get("wrong"))]
+        session.facts["wrong"] = session.facts.get("wrong") or (wrong or [""])[0]
+        if i == 0:
+            session.start = [arrays(m) for m in messages]
+        else:
+            losses = [m["losses"] for m in messages]
+            session.steps.append(Step([arrays(m) for m in messages], [arrays(m, "g/") for m in messages], losses))
+    return session
+
+
+# What a step changes
+
+
+def found_modules(state: Any) -> Iterator[nn.Module]:
+    for value in walk(state):
+        if isinstance(value[1], nn.Module):
+            yield from value[1].modules()
+
+
+def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """The tensors, networks and optimizers in a nest, each once, with their names."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (Tensor, nn.Module, Optimizer)):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, f"{name}.{key}" if name else str(key), seen)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from walk(item, f"{name}[{i}]", seen)
+    elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in ("torch", "builtins", "numpy"):
+        yield from walk(vars(value), name, seen)
+
+
+def named(state: Any) -> dict[str, Tensor]:
+    """The parameters and other floating-point tensors of a state, by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in walk(state):
+        if isinstance(value, nn.Module):
+            found = {PREFIX.sub("", n): a for n, a in [*value.named_parameters(), *value.named_buffers()]}
+        elif isinstance(value, Optimizer):
+            params = [p for group in value.param_groups for p in group["params"]]
+            found = {f"{name}.{i}": p for i, p in enumerate(params)}
+        else:
+            found = {name: value}
+        for n, a in found.items():
+            if a.is_floating_point() and not any(a is other for other in tensors.values()):
+                tensors[n if n not in tensors else f"{name}.{n}"] = a
+    return tensors
+
+
+def read(state: Any) -> Arrays:
+    """Copies of all arrays in float64, with those that are divided among the processes gathered."""
+    with torch._C.DisableTorchFunction():
+        gathered = {n: a.full_tensor() if hasattr(a, "full_tensor") else a for n, a in named(state).items()}
+        return {name: a.detach().to(torch.float64).numpy().copy() for name, a in gathered.items()}
+
+
+def any_moved(message: Message) -> bool:
+    return any(a.any() for name, a in message.items() if name.startswith("a/"))
+
+
+def examples_of(leaves: Sequence[Tensor]) -> np.ndarray:
+    """The examples of which a step has computed gradients."""
+    grads = [a.grad for a in leaves if a.grad is not None]
+    found = [g.flatten(1).abs().sum(1) if g.ndim > 1 else g.abs() for g in grads]
+    return sum(found).nonzero().ravel().numpy() if found else np.zeros(0, int)
+
+
+def tensor_parallel(state: Any, modules: Sequence[nn.Module]) -> bool:
+    """Whether parameters are divided, but not by FSDP."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    divided = any(hasattr(p, "placements") for p in named(state).values())
+    return divided and not any(fsdp and isinstance(m, fsdp.FSDPModule) for m in modules)
+
+
+# Batch normalization, dropout, precision
+
+
+def statistics(state: Any, normalized: Sequence[nn.Module]) -> list[str]:
+    own = [b for m in normalized for b in m.buffers()]
+    return [name for name, a in named(state).items() if any(a is b for b in own)]
+
+
+def by_shard(modules: Sequence[nn.Module], shards: Shards) -> None:
+    """Let batch normalization see one shard after the other."""
+    n = sum(map(len, shards))
+    order = np.concatenate([np.asarray(shard, int) for shard in shards])
+    for module in modules:
+
+        def forward(x: Tensor, module: nn.Module = module) -> Tensor:
+            if not module.training:
+                return type(module).forward(module, x)
+            if len(x) % n:
+                raise ValueError(f"batch normalization gets {len(x)} rows of a batch of {n}")
+            each = np.arange(len(x)).reshape(n, -1)  # the rows of each example
+            parts = [type(module).forward(module, x[each[np.asarray(shard, int)].ravel()]) for shard in shards]
+            return torch.cat(parts)[np.argsort(each[order].ravel())]
+
+        module.forward = forward
+
+
+def switch_dropout_off(modules: Sequence[nn.Module]) -> bool:
+    """Returns whether there was any."""
+    found = False
+    for module in modules:
+        name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+        rate = getattr(module, name, None)
+        if isinstance(rate, float) and rate > 0:
+            setattr(module, name, 0.0)
+            found = True
+    return found
+
+
+def _compile_nothing() -> None:
+    """Let torch.compile return what it gets: the reference needs no compiler."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+
+
+class Watch:
+    """What a process sees of its steps. grads: {parameter: gradient} when the optimizer updates. low: the lowest
+    precision. draws: whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        self.grads: dict[Tensor, np.ndarray] = {}
+        self.low, self.draws = "float32", False
+        self.works: list[Work] = []
+        register_optimizer_step_pre_hook(self._before_update)
+        for name in COLLECTIVES:
+            setattr(dist, name, self._watched(getattr(dist, name)))
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for p in [p for group in optimizer.param_groups for p in group["params"]]:
+                if p.grad is not None and not hasattr(p, "placements") and not p.grad.is_sparse:
+                    self.grads[p] = p.grad.detach().double().numpy().copy()
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            work, caller = function(*args, **options), sys._getframe(1)
+            if work is None or not processes.is_users(caller.f_code.co_filename):
+                return work
+            self.works.append(Work(work, caller.f_lineno))
+            return self.works[-1]
+
+        return call
+
+    def unfinished(self) -> str:
+        line = next((work.line for work in self.works if not work.is_awaited), 0)
+        return (
+            f"line {line} begins a sum with async_op=True and does not wait(); wait before the update" if line else ""
+        )
+
+
+class Work:
+    """A collective operation, and whether anything waits for it."""
+
+    def __init__(self, work: Any, line: int) -> None:
+        self.work, self.line, self.is_awaited = work, line, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_awaited = True
+        return getattr(self.work, name)
+
+
+class Float64(TorchFunctionMode):
+    """Computes in float64 what the code computes in any other precision. Random numbers are drawn in float32, so that
+    they are the same."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        torch.set_default_dtype(torch.float64)
+        autocast, fsdp = torch.autocast.__init__, sys.modules.get("torch.distributed.fsdp")
+
+        def without(self_: Any, device: str, dtype: Any = None, enabled: bool = True, **options: Any) -> None:
+            if enabled:
+                self._note(dtype or torch.get_autocast_dtype(device))
+            autocast(self_, device, dtype=torch.bfloat16, enabled=False, **options)
+
+        def in_double(policy: Any) -> None:
+            for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+                self._note(getattr(policy, name))
+                object.__setattr__(policy, name, None)
+
+        torch.autocast.__init__ = without
+        if fsdp:
+            fsdp.MixedPrecisionPolicy.__post_init__ = in_double
+
+    def _note(self, dtype: Any) -> None:
+        if dtype in LOW and self.watch.low != "bfloat16":
+            self.watch.low = LOW[dtype]
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            self._note(value)
+            return torch.float64
+        return value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
+            gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
+            gradient = torch.ones_like(first) if gradient is None else gradient
+            with self:  # for the hooks of a backward pass, which convert, too; `func` would run them without
+                return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
+        if name in DRAWS or name in DRAWS_IN_PLACE:
+            self.watch.draws = True
+        if name in CONVERSIONS and first is not None:
+            self._note({"half": torch.float16, "bfloat16": torch.bfloat16}.get(name))
+            return first.double() if first.ndim else first if first.dtype == torch.float64 else func(first)
+        if name in DRAWS_IN_PLACE or getattr(func, "__module__", "") == "torch.nn.init":
+            target = kwargs.get("tensor", first)
+            if isinstance(target, Tensor) and target.dtype == torch.float64:
+                with torch.no_grad():
+                    drawn = torch.empty(target.shape, dtype=torch.float32)
+                    func(drawn, *args[1:], **{key: a for key, a in kwargs.items() if key != "tensor"})
+                    return target.copy_(drawn)
+        scalar = first is not None and first.ndim == 0 or bool(args) and isinstance(args[0], tuple) and not args[0]
+        if scalar:  # such as the factor of a gradient scaler, which has kernels for float32 only
+            return func(*args, **kwargs)
+        args = [self._mapped(value) for value in args]
+        kwargs = {key: self._mapped(value) for key, value in kwargs.items()}
+        if name in DRAWS and (first is None or first.dtype == torch.float64):
+            if first is None or name.endswith("_like"):
+                return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        result = func(*args, **kwargs)
+        if name in FROM_NUMPY and isinstance(result, Tensor) and result.is_floating_point():
+            return result if result.dtype == torch.float64 else result.double()
+        return result

@@ -1,0 +1,238 @@
+"""Steps for `check.parallel`, right ones and wrong ones. `python steps.py CASE` prints what the check finds."""
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from gluon_mgpu import check
+
+
+def batch(i, n):
+    return {"x": torch.rand(n, 20), "y": torch.randint(5, (n,))}
+
+
+def mlp(normalize=nn.Identity):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 16), normalize(), nn.Tanh(), nn.Linear(16, 5))
+
+
+def sgd(net, lr=0.1):
+    return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+
+
+def ddp(rank, world):
+    net = DDP(mlp())
+    return net, sgd(net)
+
+
+def alone(rank, world):
+    net = mlp()
+    return net, sgd(net)
+
+
+def loss_of(net, part):
+    return F.cross_entropy(net(part["x"]), part["y"])
+
+
+def plain(state, part, factor=1):
+    net, trainer, *others = state
+    trainer.zero_grad()
+    loss = loss_of(net, part) * factor
+    loss.backward()
+    trainer.step()
+    for other in others:
+        other.step()
+    return loss
+
+
+def in_half_precision(state, part):
+    net, trainer = state
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(net, part)
+    loss.backward()
+    trainer.step()
+    trainer.zero_grad()
+
+
+def accumulated(first, last):
+    def step(state, part):
+        net, trainer = state
+        halves = [{name: a.chunk(2)[i] for name, a in part.items()} for i in range(2)]
+        for half, synchronized in zip(halves, (first, last)):
+            with nullcontext() if synchronized else getattr(net, "no_sync", nullcontext)():
+                (loss_of(net, half) * len(half["x"]) / len(part["x"])).backward()
+        trainer.step()
+        trainer.zero_grad()
+
+    return step
+
+
+def loaded(rank=None):
+    def step(state, whole):
+        data = TensorDataset(whole["x"], whole["y"])
+        sampler = DistributedSampler(data, rank=rank, shuffle=False)
+        for x, y in DataLoader(data, len(data), sampler=sampler):
+            plain(state, {"x": x, "y": y})
+
+    return step
+
+
+def scaled(state, part):
+    net, trainer, scaler = state
+    scaler.scale(loss_of(net, part)).backward()
+    scaler.unscale_(trainer)
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    scaler.step(trainer)
+    scaler.update()
+    trainer.zero_grad()
+
+
+def with_scaler(make):
+    return lambda rank, world: (*make(rank, world), torch.amp.GradScaler("cpu"))
+
+
+def compiled(make):
+    def made(rank, world):
+        net, trainer = make(rank, world)
+        return torch.compile(net), trainer
+
+    return made
+
+
+def sharded(rank, world):
+    net = mlp()
+    for layer in (net[0], net[3], net):
+        fully_shard(layer)
+    return net, torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def zero(wrap):
+    def make(rank, world):
+        net = wrap(mlp())
+        return net, ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+
+    return make
+
+
+def sum_hook(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def hooked(hook):
+    def make(rank, world):
+        net, trainer = ddp(rank, world)
+        net.register_comm_hook(None, hook)
+        return net, trainer
+
+    return make
+
+
+def with_average(rank, world):
+    net, trainer = ddp(rank, world)
+    return net, trainer, AveragedModel(net.module, multi_avg_fn=None)
+
+
+def averaged(everywhere):
+    def step(state, part):
+        net, trainer, average = state
+        plain((net, trainer), part)
+        if everywhere or dist.get_rank() == 0:
+            average.update_parameters(net.module)
+
+    return step
+
+
+def with_schedule(times):
+    def make(rank, world):
+        net, trainer = ddp(rank, world)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer, 0.5)
+        return (net, trainer, *[schedule] * (world if times else 1))
+
+    return make
+
+
+def normalized(rank, world):
+    net = DDP(mlp(lambda: nn.BatchNorm1d(16)))
+    return net, torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def adam(rank, world):
+    net = mlp()
+    return net, torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def small_factor(state, part):
+    """Each process scales its loss: a mistake of one per mille, which Adam nearly hides."""
+    net, trainer = state
+    (loss_of(net, part) * (1 + 0.002 * dist.get_rank()) / dist.get_world_size()).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    trainer.step()
+    trainer.zero_grad()
+
+
+def noisy(state, part):
+    return plain(state, {**part, "x": part["x"] + 0.1 * torch.randn_like(part["x"])})
+
+
+def drop(rank, world):
+    net = DDP(mlp(lambda: nn.Dropout(0.5)))
+    return net, sgd(net)
+
+
+EVEN = {"even": True}  # DDP's mean is that of the batch only if all parts are equally large
+WHOLE = {"even": True, "divide": "none"}
+# {case: (make, step, options)}
+RIGHT = {
+    "DDP": (ddp, plain, EVEN),
+    "dropout": (drop, plain, EVEN),
+    "DataLoader": (ddp, loaded(), WHOLE),
+    "no_sync": (ddp, accumulated(False, True), EVEN),
+    "scaler": (with_scaler(ddp), scaled, EVEN),
+    "autocast": (ddp, in_half_precision, EVEN),
+    "fully_shard": (sharded, plain, EVEN),
+    "ZeRO": (zero(DDP), plain, EVEN),
+    "comm hook": (hooked(fp16_compress_hook), plain, EVEN),
+    "EMA": (with_average, averaged(True), EVEN),
+    "schedule": (with_schedule(False), plain, EVEN),
+    "batch normalization": (normalized, plain, EVEN),
+    "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
+    "compile": (compiled(ddp), plain, EVEN),
+}
+# {case: (make, step, options, a part of the reason)}
+WRONG = {
+    "uneven DDP": (ddp, plain, {}, "different sizes"),
+    "DataLoader": (ddp, loaded(rank=0), WHOLE, "same shard"),
+    "no_sync": (ddp, accumulated(True, False), EVEN, "no_sync"),
+    "scaler": (with_scaler(alone), scaled, EVEN, "own gradients"),
+    "autocast": (ddp, lambda s, p: in_half_precision(s, {**p, "x": p["x"] * (1 + 0.02 * dist.get_rank())}), EVEN, ""),
+    "fully_shard": (sharded, lambda s, p: plain(s, {n: a[: 1 + dist.get_rank()] for n, a in p.items()}), EVEN, ""),
+    "ZeRO": (zero(lambda net: net), plain, EVEN, "only the gradients"),
+    "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
+    "EMA": (with_average, averaged(False), EVEN, "is not that of the others"),
+    "schedule": (with_schedule(True), plain, EVEN, "only the first"),
+    "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
+    "a factor of 1.002": (adam, small_factor, EVEN, "1.002"),
+    "compile": (compiled(alone), plain, EVEN, "own gradients"),
+}
+UNKNOWN = {"random numbers": (ddp, noisy, EVEN, "random numbers")}
+TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN}
+
+if __name__ == "__main__":
+    table, case = sys.argv[1:]
+    make, step, options, *_ = TABLES[table][case]
+    report = check.parallel(make, step, batch, processes=(2,), **options)
+    print(json.dumps({"status": report.status, "line": report.line, **asdict(report)}))
