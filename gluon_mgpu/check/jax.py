@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check import processes
+import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Report, Session, Shards, Step, compare, merged
 from gluon_mgpu.check.processes import Send

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gluon_mgpu.check import processes
+import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Report, Session, Shards, Step, compare, merged
 from gluon_mgpu.check.processes import Message, Outcome, Send
