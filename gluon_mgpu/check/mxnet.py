@@ -65,7 +65,7 @@ def compare(
 
 
 def executed_again(lesson: ModuleType | str) -> ModuleType:
-    """A fresh execution of a lesson's file, with the functions that were replaced in the lesson. A lesson without a file
+    """A fresh execution of a lesson's file, with the functions that were replaced in it. A lesson without a file
     is returned as it is."""
     if isinstance(lesson, str):
         return lessons.load(lesson, fresh=True)
