@@ -1,6 +1,6 @@
 """Lets mxnet-cu112 run without a CUDA installation: opens the libraries in NVIDIA's wheels before MXNet needs them.
 
-The machine needs only NVIDIA's driver. This module imports neither mxnet nor NumPy. See docs/engine.md.
+The machine needs only NVIDIA's driver. This module imports neither mxnet nor NumPy.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
 from gluon_mgpu.convert.exported import Exported, from_files, from_run, last_line
 from gluon_mgpu.support.errors import Error, UsageError
 
-__all__ = ["TARGETS", "TOLERANCE", "Network", "check_prefix", "from_files", "from_run", "save"]
+__all__ = ["TARGETS", "TOLERANCE", "Exported", "check_prefix", "from_files", "from_run", "save"]
 TARGETS = {"gluon": to_gluon, "pytorch": to_pytorch, "onnx": to_onnx}
 TOLERANCE = 1e-4  # largest relative error of an example's scores; rounding alone can cause 1e-5
 
