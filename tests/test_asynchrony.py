@@ -66,6 +66,7 @@ def test_calls_return_before_their_operand_is_there():
     assert held_back(f"{code}; nd.waitall()") == "True"  # not after the 10 s that a call which waits would take
 
 
+@pytest.mark.slow
 def test_a_blocking_copy_waits_for_its_array():
     assert held_back("asynchrony.copy_to_cpu([held]); let_go.set()", seconds=1) == "False"
 
@@ -80,6 +81,7 @@ nd.waitall()
 """
 
 
+@pytest.mark.slow
 def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product():
     assert held_back(INDEPENDENT, MXNET_CPU_TEMP_COPY="200") == "True"
     assert held_back(INDEPENDENT, seconds=1, MXNET_CPU_TEMP_COPY="64") == "False"

@@ -229,6 +229,7 @@ def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, t
         train(lessons.load(str(path)), 2, 64, LR, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_an_own_initialize_without_init_also_initializes_resnet18():
     lesson = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
     assert read_arrays(build(lesson, 2, model="resnet18"))

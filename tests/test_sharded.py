@@ -38,8 +38,7 @@ def train(devices, zero, optimizer):
     return [a.asnumpy() for part, is_s in zip(state, is_sharded) for a in sharded.collect(sharded.LENET, part, is_s)]
 
 
-@pytest.mark.parametrize("n", [8, 30, 65])
-@pytest.mark.parametrize("devices", range(1, 9))
+@pytest.mark.parametrize("n, devices", [(8, 8), (30, 4), (65, 3), (7, 1), (65, 8)])
 def test_the_halves_of_a_ring_compute_exact_sums(devices, n):
     values = np.random.default_rng(n).integers(-99, 99, (devices, n)).astype(np.float32)
     data = [nd.array(row, ctx=c) for row, c in zip(values, contexts(devices))]
@@ -83,7 +82,7 @@ def test_three_steps_of_ddp_give_the_losses_and_parameters_of_float64(devices):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("devices", [1, 2, 3, 5])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_zero_trains_as_ddp_does_bit_for_bit(devices, optimizer):
     expected, *others = [train(devices, zero, optimizer) for zero in range(4)]
     assert not np.array_equal(expected[0], parameters()[0].asnumpy())

@@ -36,7 +36,7 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel, sharded"]),
         ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
         ("train --out ''", ["--out", "empty"]),
-        ("train --accumulate 2", ["--accumulate", "--grad-accum-steps"]),
+        ("train --momentun 0.9", ["--momentun", "--momentum"]),
         ("evaluate", ["RUN"]),
         (f"evaluate {'x' * 300}", ["RUN", "too long"]),
         ("run --servers 3 program.py", ["--servers", "--workers"]),
