@@ -34,7 +34,7 @@ def lenet(X: NDArray, params: Params) -> NDArray:
     """LeNet with average pooling. X: images (n, 1, 28, 28), values in [0, 1]. Returns scores (n, 10)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1_conv = nd.Convolution(data=X, weight=W1, bias=b1, kernel=(3, 3), num_filter=20)  # (n, 20, 26, 26)
-    h1_activation = nd.Activation(h1_conv, act_type="relu")  # faster than nd.relu: docs/engine.md
+    h1_activation = nd.Activation(h1_conv, act_type="relu")  # nd.relu would not use oneDNN
     h1 = nd.Pooling(data=h1_activation, pool_type="avg", kernel=(2, 2), stride=(2, 2))  # (n, 20, 13, 13)
     h2_conv = nd.Convolution(data=h1, weight=W2, bias=b2, kernel=(5, 5), num_filter=50)  # (n, 50, 9, 9)
     h2_activation = nd.Activation(h2_conv, act_type="relu")

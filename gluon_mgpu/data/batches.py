@@ -18,7 +18,7 @@ from mxnet.base import _LIB, check_call
 from mxnet.ndarray import NDArray
 
 # Limits on how far Python runs ahead of the engine. Issuing a burst and then sleeping disturbs MXNet's workers on the
-# same cores less than waking up at every step (docs/engine.md). The limit in seconds also bounds the wait after Ctrl-C.
+# same cores less than waking up at every step. The limit in seconds also bounds the wait after Ctrl-C.
 MOST_STEPS_AHEAD = 16
 MOST_SECONDS_AHEAD = 0.4
 

@@ -85,5 +85,5 @@ class Model(ABC):
 
 def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:
     """Read the arrays of a model, or of another object with a method `arrays`, on one device. See `Model.arrays`."""
-    nd.waitall()  # a forward pass that is still running may change the layout of weights (docs/engine.md)
+    nd.waitall()  # a forward pass that is still running may change the layout of weights
     return {name: array.asnumpy() for name, array in model.arrays(device).items()}
