@@ -9,10 +9,10 @@ import re
 import sys
 import textwrap
 
-import lenet64
 import mxnet as mx
 import numpy as np
 import pytest
+import reference
 import small_networks  # noqa: F401 (registers the network "normalized")
 from conversions import GLUON, ONNX, PYTORCH, TARGETS, files, in_forks, needs
 from mxnet import autograd, gluon, nd, npx
@@ -69,8 +69,8 @@ def test_a_converted_run_gives_the_scores_of_the_run(name, to, request, tmp_path
     arrays, _ = checkpoint.load(run / "checkpoint.npz")
     if name == "lenet":
         images = datasets.synthetic(600, 100, 0).test_images / 255
-        expected = lenet64.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
-        lenet64.assert_close(found, expected, lenet64.additions(1))
+        expected = reference.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
+        reference.assert_close(found, expected, reference.additions(1))
     else:
         assert max(np.abs(array).max() for name, array in arrays.items() if "running_mean" in name) > 0.1
         expected = np.concatenate([sample.outputs[0] for sample in given.samples])

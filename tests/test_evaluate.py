@@ -3,9 +3,9 @@
 import re
 from dataclasses import replace
 
-import lenet64
 import numpy as np
 import pytest
+import reference
 from PIL import Image
 from runs import call
 
@@ -38,7 +38,7 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
     assert int(right) / int(total) == expected and accuracy == f"{expected:.4f}"
     rows = [line.split() for line in text.splitlines() if re.match(r"\d ", line)]
     params = [arrays[name].astype(np.float64) for name in LENET_NAMES]
-    predicted = lenet64.scores(params, DATA.test_images / 255).argmax(1)
+    predicted = reference.scores(params, DATA.test_images / 255).argmax(1)
     for i, (name, *counts, recall) in enumerate(rows):
         found = predicted[DATA.test_labels == i]
         assert [int(cell.replace(".", "0")) for cell in counts] == np.bincount(found, minlength=10).tolist()

@@ -72,6 +72,15 @@ def test_a_batch_is_split_in_order_into_one_shard_per_device_of_nearly_equal_siz
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_accuracy_is_the_fraction_of_examples_whose_label_has_the_highest_score(module):
+    rng = np.random.default_rng(0)
+    batches = [(rng.random((n, 10)).astype(np.float32), rng.integers(0, 10, n)) for n in (300, 301)]
+    right = [(scores.argmax(1) == labels).sum() for scores, labels in batches]
+    data_iter = [(nd.array(scores), nd.array(labels)) for scores, labels in batches]
+    assert module.evaluate_accuracy(data_iter, lambda X: X, contexts(3)) == pytest.approx(sum(right) / 601)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_a_step_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(module):
     with pytest.raises(AssertionError):
         build(module, 3).step(*batch(2), LR)

@@ -7,9 +7,9 @@ from functools import cache, partial
 import mxnet as mx
 import numpy as np
 import pytest
-from lenet64 import additions, assert_close, losses_and_gradients
 from mxnet import nd
 from mxnet.ndarray import register
+from reference import additions, assert_close, losses_and_gradients
 from runs import ROOT, overlap
 
 from gluon_mgpu import partition, scratch

@@ -5,8 +5,8 @@ from functools import partial
 import mxnet as mx
 import numpy as np
 import pytest
-from lenet64 import additions, assert_close
 from mxnet import nd
+from reference import additions, assert_close
 from test_partition import LR, SIZES, batch, contexts, float64_steps, parameters, recorded_copies
 
 from gluon_mgpu import sharded
