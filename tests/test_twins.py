@@ -17,8 +17,7 @@ from lenet64 import EPSILON, additions
 from mxnet import nd
 from runs import ROOT, finished
 
-from gluon_mgpu import scratch
-from gluon_mgpu import check
+from gluon_mgpu import check, scratch
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.support import subprocesses
 
