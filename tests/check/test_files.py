@@ -9,6 +9,7 @@ import sys
 from functools import partial
 
 import pytest
+from forks import Forks
 from runs import ROOT, gluon_mgpu
 
 from gluon_mgpu import check
@@ -145,6 +146,15 @@ from gluon_mgpu import check
 report = check.compare_file(sys.argv[1], json.loads(sys.argv[2]))
 print(json.dumps([asdict(report), report.status]))
 """
+
+
+@pytest.fixture(scope="module")
+def pytorch():
+    """Runs programs as forks of a process that has imported what the checks need, which takes seconds."""
+    with Forks(
+        "import torch._dynamo, torch.distributed.fsdp, torch.distributed.optim, gluon_mgpu.check.pytorch\n"
+    ) as forks:
+        yield forks
 
 
 @pytest.fixture

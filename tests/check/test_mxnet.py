@@ -485,7 +485,20 @@ def fresh(impl, functions):
     return lambda: lessons.load(impl, **(functions() if callable(functions) else functions))
 
 
-@pytest.mark.parametrize("name", WRONG)
+FAST = {
+    "mean instead of sum",
+    "divided by the shard's size",
+    "a part of a gradient lost",
+    "Gluon, last examples dropped",
+    "the first shard's accuracy",
+}
+
+
+def rows(names):
+    return [pytest.param(*name, marks=() if name[0] in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", rows((name,) for name in WRONG))
 def test_a_wrong_step_is_named(name):
     impl, functions, (claim, word) = WRONG[name]
     report = compare(fresh(impl, functions), CPUS)
@@ -493,6 +506,7 @@ def test_a_wrong_step_is_named(name):
     assert word in report.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, devices", [*((name, 3) for name in RIGHT), ("scratch", 2), ("highlevel", 2)])
 def test_a_right_step_is_not_accused(name, devices):
     impl, functions = RIGHT[name]
@@ -514,6 +528,7 @@ def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     assert compare(lesson, CPUS).verdict == "" and lesson.velocities == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [IN_A_CLASS, IN_AN_OBJECT, MOMENTUM.replace("batch_size)", "batch_size, *, velocities={})", 1)]
 )
@@ -542,6 +557,7 @@ def test_functions_that_are_not_called_are_named(tmp_path):
     assert own_step.claims["split"] is None and "split_and_load is not called" in own_step.verdict
 
 
+@pytest.mark.slow
 def test_a_failed_claim_is_shown_even_if_the_step_is_right(tmp_path):
     text = Path(scratch.__file__).read_text().replace("sgd(params, lr, X.", "sgd(params, lr * len(ctx), X.")
     half = "\n\nadd = allreduce\n\n\ndef allreduce(data):\n    add(data)\n    for d in data:\n        d /= len(data)\n"
@@ -550,11 +566,13 @@ def test_a_failed_claim_is_shown_even_if_the_step_is_right(tmp_path):
     assert "divides" in report.claims["sum"] and report.verdict == ""
 
 
+@pytest.mark.slow
 def test_other_images_and_classes_can_be_checked():
     lesson = lessons.load("highlevel", lenet=network(lambda: nn.Activation("relu"), classes=4))
     assert compare(lesson, CPUS[:2], image_shape=(3, 32, 32), classes=4).verdict == ""
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
     parts = {"images": np.zeros((9, 3, 20, 20), np.uint8), "labels": np.arange(9, dtype=np.uint8) % 4}
     np.savez(tmp_path / "data.npz", **{f"{of}_{part}": a for of in ("train", "test") for part, a in parts.items()})
@@ -564,6 +582,7 @@ def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
     assert result.exit_code == 0 and result.output.endswith("takes the same step as on one device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["sharded --zero 3", "highlevel --tune", "highlevel --no-hybridize"])
 def test_the_command_checks_the_step_that_the_settings_choose(words):
     result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"], standalone_mode=False)
@@ -576,6 +595,7 @@ def test_the_command_refuses_settings_that_it_would_ignore(words):
     assert result.exit_code == UsageError.exit_status
 
 
+@pytest.mark.slow
 def test_rounding_is_told_from_a_mistake():
     lesson = lessons.load("scratch", lenet=lambda X, params: scratch.lenet(X, params))
     assert "float64" in " ".join(compare(lesson, CPUS[:2]).notes)
@@ -591,6 +611,7 @@ def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(ca
     assert "one device" not in right
 
 
+@pytest.mark.slow
 def test_checking_does_not_change_training():
     options = {"gpus": 2, "dataset": "synthetic", "limit": 100, "batch_size": 20, "epochs": 1, "seed": 1}
     losses = [train(impl="scratch", check=check, **options)[-1].train_loss for check in (False, True)]
