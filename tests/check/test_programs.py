@@ -180,7 +180,7 @@ def assert_named(report, claim, reason):
 
 
 @torch
-@pytest.mark.parametrize("case", cases(WRONG, fast=3))
+@pytest.mark.parametrize("case", cases(WRONG, fast=2))
 def test_a_wrong_step_is_named(run, case):
     claim, reason, text = WRONG[case]
     assert_named(run(text), claim, reason)
@@ -216,7 +216,7 @@ def test_the_steps_of_real_programs(pytorch, table, case, reason):
 
 
 @jax
-@pytest.mark.parametrize("case", cases(WRONG_JAX, fast=1))
+@pytest.mark.parametrize("case", cases(WRONG_JAX, fast=0))
 def test_a_wrong_step_in_jax_is_named(tmp_path, case):
     claim, reason, edits = WRONG_JAX[case]
     (tmp_path / "step.py").write_text(changed("jax/scratch", *SMALL, *edits))
@@ -241,6 +241,7 @@ def test_the_engine_is_what_a_file_imports(tmp_path):
 
 
 @torch
+@pytest.mark.slow
 def test_the_command_needs_no_mxnet_and_is_not_confused_by_other_files(tmp_path):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages/mxnet.py").write_text("raise ImportError('not installed')")
