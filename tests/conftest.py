@@ -15,7 +15,7 @@ import gluon_mgpu
 
 OF_THEIR_OWN_TARGETS = ("cuda_wheels", "gpu", "notebooks")  # markers: run only where -m names them
 # The files that take longest begin first, so that no process has to wait for one of them at the end.
-FIRST = "test_features test_mxnet test_programs test_workers test_exercises test_train test_environment test_convert".split()
+FIRST = "test_features test_mxnet test_programs test_workers test_exercises test_train test_convert".split()
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
 MAY_BE_MISSING = ("needs root", "needs the original notebooks", "needs MXNet 2", "needs aarch64")
