@@ -19,7 +19,7 @@ import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
-import reference
+import reference as float64
 import regression64
 from conversions import ONNX, PYTORCH, in_forks
 from mxnet import autograd, gluon, nd
@@ -369,7 +369,7 @@ class Reference:
             p += v
 
     def _gradients(self, X, y):
-        compute = (regression64 if len(self.params) == 2 else reference).losses_and_gradients
+        compute = (regression64 if len(self.params) == 2 else float64).losses_and_gradients
         return dict(zip(self.params, compute(list(self.params.values()), X, y)[1]))
 
     def _gluon_gradients(self, X, y, ends, seeds):
@@ -408,7 +408,7 @@ def scores(row, runs, folder, images):
     if reference.net:
         reference.set({name: array for name, array in arrays.items() if not name.startswith(VELOCITY)})
         return reference.net(nd.array(images)).asnumpy()
-    return reference.scores([arrays[name] for name in networks.LENET_NAMES], images)
+    return float64.scores([arrays[name] for name in networks.LENET_NAMES], images)
 
 
 def assert_same_training(folder, reference):
