@@ -21,7 +21,7 @@ def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
     """Compute the product of a matrix (n, n) with itself, `products` times, on its device. Returns without waiting.
 
     All CPU contexts share MXNET_CPU_TEMP_COPY temporary spaces, and each nd.dot takes one of them. If the queued
-    products need more spaces than that, contexts wait for each other (docs/engine.md).
+    products need more spaces than that, contexts wait for each other (docs/performance.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 

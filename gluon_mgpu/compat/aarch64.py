@@ -1,7 +1,7 @@
 """Lets MXNet 1.9.1's wheel for aarch64 run without Arm Performance Libraries, which it needs but does not contain.
 
 The wheel stays as it is. A changed copy of its libmxnet.so, in the user's cache, calls OpenBLAS from the wheel
-scipy-openblas32, whose functions have the prefix `scipy_`. docs/engine.md has the details.
+scipy-openblas32, whose functions have the prefix `scipy_`. docs/performance.md has the details.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepares a process for MXNet 1.9.1 before libmxnet is loaded. docs/engine.md gives the reasons and measurements.
+"""Prepares a process for MXNet 1.9.1 before libmxnet is loaded. docs/performance.md gives the reasons and measurements.
 
 The first `import mxnet` after `import gluon_mgpu` sets the numbers of OpenMP threads and temporary spaces, and the
 allocator's parameters. This module imports neither mxnet nor NumPy, because `doctor` must start even if NumPy is
@@ -295,5 +295,5 @@ def _set_threads(contexts: int | None, processes: int) -> None:
 def _put(name: str, value: str, why: str) -> None:
     asked = os.environ.get(name, value)
     if asked != value:
-        log.say(f"{name}={asked} is ignored: {why}; using {value} (docs/engine.md)")
+        log.say(f"{name}={asked} is ignored: {why}; using {value} (docs/performance.md)")
     os.environ[name] = value
