@@ -59,7 +59,7 @@ def python_and_settings(
     requirements: str | None,
 ) -> tuple[str, prepare.Preparation]:
     """(the Python that runs the program, its settings). Makes the environment if there is none."""
-    settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir))  # a notebook runs in its own folder
+    settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir), here)  # a notebook runs elsewhere
     if not here:
         return str(environment.find_or_make(environment.Wanted(python, cpu, extra, requirements))), settings
     for name, value in (("extra", extra), ("requirements", requirements), ("python", python), ("cpu", cpu)):

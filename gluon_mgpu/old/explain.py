@@ -15,25 +15,29 @@ PYTHON_2_MODULES = "ConfigParser HTMLParser Queue StringIO __builtin__ cPickle c
 PYTHON_2_NAMES = "basestring long raw_input reduce unichr unicode xrange"
 
 
-def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None, *, here: bool) -> None:
     """Print an error as Python does, and then what to do. A program for Python 2 gets only the latter: this is
-    `sys.excepthook`."""
+    `sys.excepthook`. here: the program runs in the current environment, with `--here`."""
     old = python_2_file(error)
     if old is not None:
         return log.error(f"{old} is written for Python 2: convert it with `gluon-mgpu run -m lib2to3 -w {old}`")
     sys.__excepthook__(kind, error, traceback)
     while error.__context__:  # MXNet hides which module it could not import
         error = error.__context__
-    advice = advice_on(str(error))
+    advice = advice_on(str(error), here)
     if advice:
         log.say(advice)
 
 
-def advice_on(message: str) -> str:
-    """What to do about the message of an ImportError or AttributeError; empty if that is not known."""
+def advice_on(message: str, here: bool = False) -> str:
+    """What to do about the message of an ImportError or AttributeError; empty if unknown. here: see `explain`."""
     requirement = next((edition for pattern, edition in packages.EDITIONS if re.search(pattern, message)), None)
     if requirement:
         return f"the program is for another edition of the book: `gluon-mgpu run --with {requirement} ...`"
+    if re.match(r"module '\w+(\.\w+)*' has no attribute", message):
+        if here:
+            return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
+        return "if the program is for newer packages, use those of the current environment: `gluon-mgpu run --here ...`"
     missing = re.search(r"No module named '([\w.]+)'", message)
     if missing is None:
         return ""

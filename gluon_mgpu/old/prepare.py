@@ -28,10 +28,11 @@ MOST_GPUS = 64
 @dataclass(frozen=True)
 class Preparation:
     """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
-    mx.context.num_gpus() returns 0. data_dir: see `datasets.load`."""
+    mx.context.num_gpus() returns 0. data_dir: see `datasets.load`. here: in the current environment."""
 
     gpus: int | None = None
     data_dir: str | None = None
+    here: bool = False
 
 
 def environment(settings: Preparation, python: str | Path = sys.executable) -> dict[str, str]:
@@ -62,7 +63,7 @@ def prepare() -> None:
     hooks.on_import("requests", functools.partial(downloads.replace_send, data_dir=settings.data_dir))
     hooks.on_import("gluoncv.utils.download", functools.partial(downloads.replace_download, data_dir=settings.data_dir))
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
-    sys.excepthook = explain.explain
+    sys.excepthook = functools.partial(explain.explain, here=settings.here)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
 

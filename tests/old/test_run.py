@@ -95,6 +95,8 @@ def test_each_version_that_advice_names_exists_in_the_limits():
     limits = {words.partition("<")[0] for words in packages.LIMITS.split()}
     assert {"numpy", "pandas", "protobuf", "pydantic", "setuptools"} <= limits
     assert explain.advice_on("No module named 'nltk.corpus'").count("--with nltk ") == 1
+    assert explain.advice_on("module 'mxnet' has no attribute 'mod'", here=True).count("omit --here") == 1
+    assert explain.advice_on("module 'numpy' has no attribute 'trapezoid'").count("run --here") == 1
     assert explain.advice_on("list index out of range") == ""
 
 
