@@ -35,31 +35,15 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
     of the lesson. Raises UsageError if the file does not exist, or if a function is missing or has other arguments; an
     error in the file's own code is not caught.
     """
-    path = str(impl)
+    name = path = str(impl)
     if impl in LESSONS:
-        module = importlib.import_module(f"gluon_mgpu.{impl}")
-        if not (functions or fresh):
-            return module
-        path = str(module.__file__)
-    name = f"{impl} (own {', '.join(functions)})" if functions else module.__name__ if impl in LESSONS else path
-    anew = impl in LESSONS and not functions
-    before = sys.modules.get(name)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not os.path.isfile(path):
+        original = importlib.import_module(f"gluon_mgpu.{impl}")
+        name, path = original.__name__, str(original.__file__)
+        if not functions:
+            return _execute(name, path) if fresh else original
+    if not path.endswith(".py") or not os.path.isfile(path):
         raise UsageError("impl", impl, f"must be one of {', '.join(LESSONS)}, or a Python file (.py) that exists")
-    lesson = importlib.util.module_from_spec(spec)
-    errors.user_files.add(str(spec.origin))
-    sys.modules[name] = lesson  # as an import would do; dataclasses need it
-    try:
-        spec.loader.exec_module(lesson)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        if anew and before:
-            sys.modules[name] = before
-    if anew:
-        return lesson
+    lesson = _execute(f"{impl} (own {', '.join(functions)})" if functions else name, path)
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
@@ -68,6 +52,24 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
     for function in RETURNING & {*vars(lesson)}:
         setattr(lesson, function, _returning(lesson, function))
     return lesson
+
+
+def _execute(name: str, path: str) -> ModuleType:
+    """Execute a file as a new module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
+    errors.user_files.add(str(spec.origin))
+    sys.modules[name] = module  # as an import would do; dataclasses need it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        if before is not None:
+            sys.modules[name] = before
+    return module
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
