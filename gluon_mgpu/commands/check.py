@@ -60,9 +60,9 @@ class Numbers(click.ParamType):
 @common.option(
     "--processes", type=Numbers(), default=(2, 3), help="PyTorch's processes or JAX's devices.", metavar="K,..."
 )
-@common.option("--steps", type=click.IntRange(1), default=3, help="Steps one after the other, before an uneven one.")
+@common.option("--steps", type=click.IntRange(1), default=3, help="Steps with even batches, before an uneven one.")
 @common.option("--even", is_flag=True, help="Only warn if uneven batches differ.")
-@common.option("--seconds", type=click.FloatRange(1), default=60, help="Limit for a step in PyTorch or JAX.")
+@common.option("--seconds", type=click.FloatRange(1), default=60, help="Time limit for a step in PyTorch or JAX.")
 @common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset={"default": None})
 @click.pass_context
 def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:

@@ -20,6 +20,7 @@ from gluon_mgpu.support.errors import Error
 @common.option(
     "--arch",
     default="compute_80",
+    metavar="ARCH",
     help="compute_80: code for all GPUs of compute capability 8.0 or higher, "
     "which NVIDIA's driver compiles when it first runs. sm_90: machine code for 9.0 only.",
 )
@@ -31,8 +32,8 @@ def compile(source: str, arch: str, nvcc: str, compiler: str) -> None:
     """Compile kernels for GPUs that are newer than MXNet 1.9.1's wheel mxnet-cu112, such as H100. The wheel itself
     stays unchanged: the first `import mxnet` finds the compiled kernels.
 
-    MXNET is the folder with MXNet 1.9.1's sources. If a program needs another kernel, it prints a message;
-    run this command again to add that kernel.
+    MXNET is the folder with MXNet 1.9.1's sources. If a program needs a kernel that is missing, it says so; then run
+    this command again.
     """
     from gluon_mgpu.compat.kernels import build
 

@@ -37,7 +37,7 @@ def exercise() -> None:
 
 @exercise.command("list", examples="gluon-mgpu exercise list")
 def list_() -> None:
-    """List the exercises with their lesson pages, and show which ones are started or solved in this folder."""
+    """List the exercises, each with its page, and show which are started or solved in this folder."""
     here = [
         answer
         for path in sorted(os.listdir())
@@ -97,9 +97,9 @@ def grade(
     jobs: int,
 ) -> None:
     """Grade answers: Python files, notebooks with a cell for each answer, and folders with such files. Each answer runs
-    on hidden cases in a new process, with at most 4 GB of memory. For a single answer, the mistake is explained; for
-    several, a table names the mistakes, and for folders of students, another one shows who has solved what. The reports
-    are rewritten after each answer. The exit status is 0 if all answers are correct, and 1 otherwise."""
+    on hidden cases in a new process, with at most 4 GB of memory. A single answer's mistake is explained. For several
+    answers, a table names their mistakes; for folders of students, another one shows who has solved what. Reports are
+    rewritten after each answer. Exit status: 0 if all answers are correct, else 1."""
     answers = exercises.find(paths)
     reports = {path: content for path, content in ((csv_file, _csv), (json_file, _json)) if path}
     _check_writable("csv_file", csv_file, ".csv")

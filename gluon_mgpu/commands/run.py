@@ -23,7 +23,10 @@ OPTIONS = (
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
-    common.settings("data_dir"),
+    common.settings(
+        "data_dir",
+        data_dir={"help": "Folder that contains MNIST or Fashion-MNIST. Default: as for train.", "group": "Options"},
+    ),
     common.option(
         "--with", "extra", multiple=True, metavar="PACKAGE", help="Add a package, such as gluoncv==0.10.5. Repeatable."
     ),

@@ -156,7 +156,7 @@ class Config:
     hybridize: bool = declare(
         True,
         click.BOOL,
-        "With highlevel: --hybridize runs the network as one graph, and --no-hybridize operator by operator.",
+        "With highlevel: --hybridize runs the network as one graph, --no-hybridize operator by operator.",
         "Network and data",
         lessons=("highlevel",),
         resumable=True,
@@ -164,8 +164,8 @@ class Config:
     tune: bool = declare(
         False,
         click.BOOL,
-        "With highlevel and MXNet 1.9.1, on CPU: pad channels to the size of the processor's vectors, which is faster. "
-        "The values are the same up to rounding.",
+        "With highlevel and MXNet 1.9.1, on CPU: pad the channels of convolutions with zeros to a multiple of 8 or 16, "
+        "which is faster. Results are the same except for rounding.",
         "Network and data",
         lessons=("highlevel",),
         resumable=True,
