@@ -27,8 +27,8 @@ EXAMPLE = "return a dict of NDArrays, such as {'v0': array}"
 class LessonState:
     """What a lesson's `state` returns for each device, in all workers.
 
-    Raises UsageError, here or in `read`, if it returns anything but NDArrays, or if names or shapes differ between two
-    workers or from those before the first step.
+    Raises UsageError, here or in `read`, if it returns anything but NDArrays, or copies of what the lesson keeps, or if
+    names or shapes differ between two workers or from those before the first step.
     """
 
     def __init__(self, model: Model, group: Group) -> None:
@@ -39,6 +39,7 @@ class LessonState:
         if self.exists:
             advice = "it must return the same names and shapes in all workers"
             group.agree({f"{self.name}'s array {name}": shape for name, shape in self.shapes.items()}, advice)
+            self._check_kept()
 
     def read(self) -> Arrays:
         """The arrays of all workers, by their names in a checkpoint, "state/WORKER/DEVICE/NAME"."""
@@ -82,6 +83,16 @@ class LessonState:
                     raise UsageError(None, self.name, f"{name!r} is {type(array).__name__}; {EXAMPLE}")
                 arrays[f"{device}/{name}"] = array
         return arrays
+
+    def _check_kept(self) -> None:
+        """Raise UsageError if `state` returns copies, because the lesson would not see what `load` writes into them."""
+        for name, array in self._own().items():
+            before = array.asnumpy()
+            nd.array(before + 1, dtype=array.dtype).copyto(array)
+            is_kept = (self._own()[name].asnumpy() != before).any()
+            nd.array(before, dtype=array.dtype).copyto(array)
+            if array.size and not is_kept:
+                raise UsageError(None, self.name, f"{name} is a copy; return the array that the step changes")
 
     @staticmethod
     def _shapes(arrays: dict[str, NDArray]) -> dict[str, str]:
