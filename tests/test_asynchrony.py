@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from runs import output, overlap
+from runs import HORIZON, output, overlap
 
 from gluon_mgpu import asynchrony
 
@@ -36,7 +36,7 @@ os._exit(0)  # MXNet would wait for the operator's thread, and that for Python
 """
 
 
-def held_back(code, seconds=10, **environment):
+def held_back(code, seconds=HORIZON, **environment):
     return output(HELD_BACK.format(code=code, seconds=seconds), **environment).split()[-1]
 
 
@@ -63,7 +63,7 @@ def test_copies_are_new_arrays_in_host_memory(non_blocking):
 
 def test_calls_return_before_their_operand_is_there():
     code = "products = asynchrony.run(held, 5) + asynchrony.copy_to_cpu([held], non_blocking=True); let_go.set()"
-    assert held_back(f"{code}; nd.waitall()") == "True"  # not after the 10 s that a call which waits would take
+    assert held_back(f"{code}; nd.waitall()") == "True"  # not after the time that a call which waits would take
 
 
 @pytest.mark.slow

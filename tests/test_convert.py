@@ -32,8 +32,8 @@ COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
 
 @pytest.fixture(autouse=True)
 def forked(request, pytorch):
-    """Conversions run in forks, except one: as for users, in processes of their own."""
-    with contextlib.nullcontext() if "[lenet-pytorch]" in request.node.name else in_forks(pytorch):
+    """Conversions run in forks, except in one test: as for users, in processes of their own."""
+    with contextlib.nullcontext() if "the_command_converts" in request.node.name else in_forks(pytorch):
         yield
 
 
@@ -51,30 +51,21 @@ def normalized(tmp_path_factory):
     return folder
 
 
-RUNS = ["lenet", pytest.param("normalized", marks=pytest.mark.slow)]
 SLOW = [pytest.param(*to.values, marks=[*to.marks, pytest.mark.slow]) for to in (PYTORCH, ONNX)]
 
 
 @pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", RUNS)
-def test_a_converted_run_gives_the_scores_of_the_run(name, to, request, tmp_path, capfd):
-    run = request.getfixturevalue(name)
-    capfd.readouterr()  # of the training
-    status, out, err = call(capfd, command, run, "--to", to, tmp_path / "net")
+def test_the_command_converts_a_run_to_a_network_that_gives_the_scores_of_the_run(to, lenet, tmp_path, capfd):
+    status, out, err = call(capfd, command, lenet, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
     assert {*tmp_path.iterdir()} == files and all(str(file) in out for file in files)
-    given = convert.from_run(run)
+    given = convert.from_run(lenet)
     found = np.concatenate([output for [output] in convert.TARGETS[to].outputs(given, str(tmp_path / "net"))])
-    arrays, _ = checkpoint.load(run / "checkpoint.npz")
-    if name == "lenet":
-        images = datasets.synthetic(600, 100, 0).test_images / 255
-        expected = reference.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
-        reference.assert_close(found, expected, reference.additions(1))
-    else:
-        assert max(np.abs(array).max() for name, array in arrays.items() if "running_mean" in name) > 0.1
-        expected = np.concatenate([sample.outputs[0] for sample in given.samples])
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(found).max())
+    arrays, _ = checkpoint.load(lenet / "checkpoint.npz")
+    images = datasets.synthetic(600, 100, 0).test_images / 255
+    expected = reference.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
+    reference.assert_close(found, expected, reference.additions(1))
 
 
 @pytest.mark.slow
@@ -131,7 +122,7 @@ def assert_trains_alike(pytorch, folder, net, X, y):
 
 @needs("pytorch")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["lenet", "normalized"])
 def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(
     name, request, pytorch, tmp_path
 ):

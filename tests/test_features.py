@@ -20,7 +20,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference as float64
-import regression64
 from conversions import ONNX, PYTORCH, in_forks
 from mxnet import autograd, gluon, nd
 from PIL import Image
@@ -30,7 +29,7 @@ from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.generators import seed_of_step
 from gluon_mgpu.support import subprocesses
-from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import checkpoint, lessons
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY
@@ -38,19 +37,15 @@ from gluon_mgpu.training.models import create_model
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
 # worker draws other random numbers; the setting that a UsageError names, or "run" if it names the run's folder; "-" if
-# there is no run; "." if another row runs the same code.
+# there is no run; "." if another row runs the same code. For pairs without a row, train is "impl".
 TABLE = """
 lesson     data       options   train  stop  devices  test  image  gluon  pytorch  onnx  workers
 scratch    synthetic  plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
 scratch    unit       shares    yes    yes   yes      yes   yes    yes    yes      yes   shares
 scratch    signed     plain     yes    yes   yes      yes   run    yes    yes      yes   yes
-scratch    rgb        plain     impl   -     -        -     -      -      -        -     -
-scratch    pixels     plain     impl   -     -        -     -      -      -        -     -
 lenet      synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   yes
 lenet      unit       plain     yes    yes   yes      yes   yes    yes    .        .     yes
 lenet      signed     all       yes    yes   yes      yes   run    yes    .        .     shares
-lenet      rgb        plain     impl   -     -        -     -      -      -        -     -
-lenet      pixels     plain     impl   -     -        -     -      -      -        -     -
 resnet18   synthetic  plain     yes    .     .        yes   .      .      .        .     .
 resnet18   unit       momentum  yes    .     .        yes   yes    .      .        .     .
 resnet18   signed     plain     yes    .     .        yes   run    .      .        .     .
@@ -59,26 +54,15 @@ resnet18   pixels     plain     yes    .     .        yes   yes    .      .     
 sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-0  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
 sharded-0  signed     plain     yes    .     .        yes   run    yes    .        .     kvstore
-sharded-0  rgb        plain     impl   -     -        -     -      -      -        -     -
-sharded-0  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-1  synthetic  plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-1  unit       momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-1  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
-sharded-1  rgb        plain     impl   -     -        -     -      -      -        -     -
-sharded-1  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-2  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-2  unit       plain     yes    .     .        yes   yes    yes    .        .     kvstore
 sharded-2  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
-sharded-2  rgb        plain     impl   -     -        -     -      -      -        -     -
-sharded-2  pixels     plain     impl   -     -        -     -      -      -        -     -
 sharded-3  synthetic  momentum  yes    yes   yes      yes   yes    yes    yes      yes   kvstore
 sharded-3  unit       plain     yes    yes   yes      yes   yes    yes    .        .     kvstore
 sharded-3  signed     momentum  yes    .     .        yes   run    yes    .        .     kvstore
-sharded-3  rgb        plain     impl   -     -        -     -      -      -        -     -
-sharded-3  pixels     plain     impl   -     -        -     -      -      -        -     -
-arrays.py  synthetic  plain     impl   -     -        -     -      -      -        -     -
-arrays.py  unit       plain     impl   -     -        -     -      -      -        -     -
-arrays.py  signed     plain     impl   -     -        -     -      -      -        -     -
 arrays.py  rgb        plain     yes    yes   yes      yes   yes    yes    yes      yes   yes
 arrays.py  pixels     shares    yes    yes   yes      yes   yes    yes    yes      yes   shares
 layers.py  synthetic  momentum  yes    yes   yes      yes   yes    yes    .        .     yes
@@ -96,7 +80,8 @@ OPTIONS = {
 }
 NETWORKS = {
     "lenet": {"impl": "highlevel"},
-    "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 1e-5},
+    # At 1e-5, the difference between two runs that round differently doubles in each step.
+    "resnet18": {"impl": "highlevel", "model": "resnet18 xavier", "lr": 1e-6},
     "dropout": {"impl": "highlevel", "model": "with dropout"},
     "arrays.py": {"lr": 1e-4},  # its images can be as large as 255
 }
@@ -186,7 +171,10 @@ class Row(NamedTuple):
 NAMES, *LINES = (line.split() for line in TABLE.strip().splitlines())
 assert tuple(NAMES) == Row._fields
 ROWS = [Row(*line) for line in LINES]
-assert len({row[:2] for row in ROWS}) == len(ROWS) == 9 * 5 + 1  # every lesson with every kind of data, and dropout
+LESSONS, KINDS_OF_DATA = (dict.fromkeys(column) for column in list(zip(*ROWS))[:2])
+MISSING = {(lesson, data) for lesson in LESSONS if lesson != "dropout" for data in KINDS_OF_DATA}
+MISSING -= {(row.lesson, row.data) for row in ROWS}
+ROWS += [Row(*pair, "plain", "impl", *"--------") for pair in sorted(MISSING)]
 
 
 def rows(operation, *marks, cell="yes"):
@@ -300,7 +288,7 @@ def collect(request):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs. Own lessons are not compared with one device first: tests/training/test_check.py is about that."""
+    """The runs. Own lessons are not compared with one device first: tests/check/test_programs.py is about that."""
     with patch("gluon_mgpu.training.train._compare_with_one_device", return_value=""):
         yield Runs(tmp_path_factory.mktemp("runs"))
 
@@ -336,6 +324,7 @@ class Reference:
             self.params = {name: array.astype(np.float64) for name, array in self.params.items()}
         self.start = {name: array.copy() for name, array in self.params.items()}
         self.velocities = {name: np.zeros_like(p) for name, p in self.params.items()}
+        self.losses = []  # of all examples, in the order of the steps
 
     def _parameters(self):
         return self.net._collect_params_with_prefix()
@@ -360,7 +349,8 @@ class Reference:
 
     def _step(self, X, y, ends, seeds):
         options = self.options
-        gradients = self._gluon_gradients(X, y, ends, seeds) if self.net else self._gradients(X, y)
+        losses, gradients = self._of_gluon(X, y, ends, seeds) if self.net else self._of_numpy(X, y)
+        self.losses += [*losses]
         means = {name: gradient / len(X) for name, gradient in gradients.items()}
         for name, mean in means.items():
             p, v = self.params[name], self.velocities[name]
@@ -368,16 +358,17 @@ class Reference:
             v -= options["lr"] * (mean + options.get("weight_decay", 0) * p)
             p += v
 
-    def _gradients(self, X, y):
-        compute = (regression64 if len(self.params) == 2 else float64).losses_and_gradients
-        return dict(zip(self.params, compute(list(self.params.values()), X, y)[1]))
+    def _of_numpy(self, X, y):
+        """Losses and gradients."""
+        losses, gradients = float64.losses_and_gradients([*self.params.values()], X, y)
+        return losses, dict(zip(self.params, gradients))
 
-    def _gluon_gradients(self, X, y, ends, seeds):
-        """The gradients. Each shard has its own running statistics, which are averaged. Each of the first shards begins
-        with one of the seeds; other shards continue with the generator's numbers."""
+    def _of_gluon(self, X, y, ends, seeds):
+        """Losses and gradients. Each shard has its own running statistics, which are averaged. Each of the first shards
+        begins with one of the seeds; other shards continue with the generator's numbers."""
         parameters = self._parameters()
         before = {name: array for name, array in self.params.items() if "running" in name}
-        running = dict.fromkeys(before, 0)
+        running, losses = dict.fromkeys(before, 0), []
         self.set(self.params)
         for p in parameters.values():
             p.zero_grad()
@@ -388,10 +379,11 @@ class Reference:
             with autograd.record():
                 loss = gluon.loss.SoftmaxCrossEntropyLoss()(self.net(nd.array(X_shard)), nd.array(y_shard))
             loss.backward()
+            losses += [*loss.asnumpy()]
             for name in running:
                 running[name] += parameters[name].data().asnumpy() * (len(X_shard) / len(X))
         self.params.update(running)
-        return {name: p.grad().asnumpy() for name, p in parameters.items() if name not in running}
+        return losses, {name: p.grad().asnumpy() for name, p in parameters.items() if name not in running}
 
     def set(self, arrays):
         parameters = self._parameters()
@@ -411,18 +403,26 @@ def scores(row, runs, folder, images):
     return float64.scores([arrays[name] for name in networks.LENET_NAMES], images)
 
 
+# The last layers of ResNet-18 normalize the 5 to 12 numbers that the examples of a shard have in a channel. If all
+# weights change by 1e-5, this changes the gradient of the first layer by up to 2.6%. Rounding changes less: a sum of n
+# products has an error of about sqrt(n) roundings, and n is at most 512 * 3 * 3, so it is about 4e-6.
+OF_RESNET = 0.03
+
+
 def assert_same_training(folder, reference):
-    """The parameters and velocities of a run differ from another training's by rounding only."""
-    arrays, _ = checkpoint.load(folder / "checkpoint.npz")
+    """The parameters, velocities and losses of a run differ from another training's by rounding only."""
+    arrays, facts = checkpoint.load(folder / "checkpoint.npz")
     expected = dict(reference.params)
     if "momentum" in reference.options:
         expected |= {VELOCITY + n: v for n, v in reference.velocities.items() if "running" not in n}
     assert arrays.keys() == expected.keys()
-    tolerance = 0.01 if "model" in reference.options else 0.001  # ResNet-18 has more layers
+    tolerance = OF_RESNET if reference.options.get("model") == "resnet18 xavier" else 0.001
     for name, array in expected.items():
         change = np.linalg.norm(array - reference.start.get(name, 0))
         error = np.linalg.norm(arrays[name] - array)
         assert error <= change * tolerance + 1e-7 * array.size**0.5, (name, error, change)
+    losses = np.reshape(reference.losses, (-1, EXAMPLES)).mean(1)
+    assert [epoch["train_loss"] for epoch in facts["history"]] == pytest.approx(losses, rel=0.001)
 
 
 def assert_same_bits(folder, expected):
@@ -454,7 +454,8 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(row, run
 
 @pytest.mark.parametrize("row", rows("devices"))
 def test_a_run_resumed_on_other_devices_is_a_plain_loop_with_these_devices(row, runs):
-    devices = 1 if row.options == "plain" else 3
+    # ResNet-18 would normalize 3 numbers, and a change of the weights by 1e-6 would change a gradient by 31%.
+    devices = 1 if row.options == "plain" or row.lesson == "resnet18" else 3
     folder = runs.resumed(row, "devices", gpus=devices)
     assert_same_training(folder, Reference(row, runs).train(lambda step: 2 if step < STOP else devices))
 
@@ -613,14 +614,3 @@ def test_what_does_not_work_is_refused_in_one_line_that_names_the_setting(row, o
         assert str(runs.strong(row)) in str(refused.value)
     else:
         assert refused.value.name == named
-
-
-def test_a_file_with_a_damaged_name_of_a_parameter_is_refused_by_name(tmp_path):
-    graph = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    symbol, params = tmp_path / "net-symbol.json", tmp_path / "net.params"
-    graph.save(str(symbol))
-    nd.save(str(params), {"arg:fc_weight": nd.ones((2, 3)), "arg:fc_bias": nd.ones(2)})
-    params.write_bytes(params.read_bytes().replace(b"fc_bias", b"fc_\xff\xffas"))
-    with pytest.raises(Error, match=str(params)) as refused:
-        convert.from_files(symbol, params, (3,))
-    assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The three ways to split LeNet across devices, compared with NumPy in float64. tests/bench counts the copied bytes."""
+"""The three ways to split LeNet across devices, compared with NumPy in float64."""
 
 import re
 from contextlib import contextmanager
@@ -101,6 +101,24 @@ def recorded_copies():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(nd.NDArray, "copyto", recording)
         yield copies
+
+
+WEIGHTS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, by layer
+MOVED = {  # float32 numbers per step of 256 examples, in both directions: docs/partition.md
+    NETWORK: 2 * 256 * 20 * 13 * 13,
+    LAYERS: 2 * 256 * (20 * 13 * 13 + 50 * 4 * 4 + 128 + 10 // 2),
+    DATA: 2 * WEIGHTS,
+}
+
+
+@pytest.mark.parametrize("way", MOVED)
+def test_a_step_copies_the_bytes_that_the_page_says_from_one_device_to_another(way):
+    (step, _), host = start(way, {}, 2), mx.cpu(3)
+    X, y = (array.as_in_context(host) for array in batch(256))
+    with recorded_copies() as copies:
+        step(X, y)
+    moved = sum(size for source, _, size in copies if source != host)
+    assert moved == 4 * MOVED[way] and f"| {moved / 1e6:.2f} |" in (ROOT / "docs/partition.md").read_text()
 
 
 @each_way

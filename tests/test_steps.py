@@ -20,22 +20,15 @@ DATA = datasets.synthetic(STEPS * BATCH, 100, seed=4)
 # of 0, which changes one of BATCH examples' gradients. Their directions differ, so each is about sqrt(BATCH) times as
 # long as their mean. Such flips are rare in 20 steps: allow for one.
 LIMIT = 1 / np.sqrt(BATCH) / STEPS
-
-
-def start():
-    """Parameters with which every layer matters, biases included."""
-    random = np.random.default_rng(5)
-    shapes = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (128, 800), (128,), (10, 128), (10,)]
-    return [random.normal(0, 0.1, shape).astype(np.float32) for shape in shapes]
+START = reference.initial(biases=0.1)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    params = [p.astype(np.float64) for p in start()]
+    params = [p.astype(np.float64) for p in START]
     for i in range(0, STEPS * BATCH, BATCH):
         X, y = DATA.train_images[i : i + BATCH] / 255, DATA.train_labels[i : i + BATCH].astype(int)
-        _, gradients = reference.losses_and_gradients(params, X, y)
-        params = [p - LR / BATCH * g for p, g in zip(params, gradients)]
+        params = reference.step(params, X, y, LR)
     return params
 
 
@@ -48,13 +41,13 @@ LESSONS = pytest.mark.parametrize(
 
 def assert_twenty_steps_end_at(expected, ctx, options):
     model = create_model(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
-    model.load(dict(zip(networks.LENET_NAMES, start())))
+    model.load(dict(zip(networks.LENET_NAMES, START)))
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255
         model.step(X, nd.array(DATA.train_labels[i : i + BATCH], dtype="float32"), LR)
     arrays = model.arrays(len(ctx) - 1)
     ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET_NAMES])
-    first, right = (np.concatenate([p.ravel() for p in params]) for params in (start(), expected))
+    first, right = (np.concatenate([p.ravel() for p in params]) for params in (START, expected))
     moved, error = np.linalg.norm(right - first), np.linalg.norm(ends - right)
     print(f"error {error / moved:.1e} of the path's length {moved:.2f}")
     assert error < LIMIT * moved

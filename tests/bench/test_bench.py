@@ -8,7 +8,6 @@ import io
 import sys
 import time
 
-import mxnet as mx
 import numpy as np
 import pytest
 from bench import grids, mxnet_points, timeline, timing
@@ -18,8 +17,7 @@ from mxnet import nd
 from reference import EPSILON, additions
 from runs import ROOT, program
 
-from gluon_mgpu import highlevel, scratch
-from gluon_mgpu import partition as lesson
+from gluon_mgpu import highlevel
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training.model import read_arrays
 
@@ -76,30 +74,6 @@ def test_a_recording_has_each_operator_of_each_step_on_each_context():
         expected = {"Convolution": 2, "_backward_Convolution": 2, "FullyConnected": 2, "Pooling": 2, "sgd_update": 8}
         assert {name: names.count(name) for name in expected} == {name: 3 * n for name, n in expected.items()}
         assert 0 < timeline.busy(spans, context, 2) <= 1
-
-
-WEIGHTS = 200 + 25050 + 102528 + 1290  # LeNet's parameters, by layer
-MOVED = {  # per step of 256 examples, in both directions: docs/partition.md
-    "network partitioning": 2 * 256 * 20 * 13 * 13,
-    "layer-wise partitioning": 2 * 256 * (20 * 13 * 13 + 50 * 4 * 4 + 128 + 10 // 2),
-    "data parallelism": 2 * WEIGHTS,
-}
-
-
-@pytest.mark.parametrize("way", MOVED)
-def test_a_step_copies_the_bytes_that_the_page_says_from_one_device_to_another(way, monkeypatch):
-    (place, train_batch), ctx, host = lesson.WAYS[way], [mx.cpu(0), mx.cpu(1)], mx.cpu(3)
-    device_params, copyto, sizes = place(scratch.init_params(), ctx), nd.NDArray.copyto, []
-
-    def counted(array, other):
-        if array.context not in (getattr(other, "context", other), host):
-            sizes.append(4 * array.size)
-        return copyto(array, other)
-
-    monkeypatch.setattr(nd.NDArray, "copyto", counted)
-    train_batch(nd.ones((256, 1, 28, 28), host), nd.ones(256, host), device_params, ctx, 0.1)
-    assert sum(sizes) == 4 * MOVED[way]
-    assert f"| {sum(sizes) / 1e6:.2f} |" in (ROOT / "docs/partition.md").read_text()
 
 
 def step_in_float64():

@@ -217,13 +217,15 @@ def test_parameters_keep_their_type_except_floating_point_numbers(kind, tmp_path
     assert bias.dtype == ("float32" if "float" in kind else kind) and bias.tolist() == [1, 0]
 
 
-def test_a_truncated_file_or_one_without_names_is_refused(tmp_path):
-    symbol, params = files(tmp_path, s.FullyConnected(X, num_hidden=2))
+def test_a_truncated_file_or_one_with_a_damaged_name_or_without_names_is_refused(tmp_path):
+    symbol, params = files(tmp_path, s.FullyConnected(X, num_hidden=2, name="fc"))
     content = params.read_bytes()
-    for length in range(0, len(content), 5):
-        params.write_bytes(content[:length])
-        with pytest.raises(UsageError):
+    damaged = content.replace(b"fc_bias", b"fc_\xff\xffas")
+    for wrong in (damaged, *(content[:length] for length in range(0, len(content), 5))):
+        params.write_bytes(wrong)
+        with pytest.raises(UsageError, match=str(params)) as refused:
             convert.from_files(symbol, params, (6,))
+        assert "\n" not in str(refused.value)
     nd.save(str(params), [nd.ones(2)])
     with pytest.raises(UsageError):
         convert.from_files(symbol, params, (6,))

@@ -12,7 +12,7 @@ import interrupts
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import nd
 from runs import FEEDBACK
 
 from gluon_mgpu import networks, scratch
@@ -23,17 +23,7 @@ from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.workers import Group
 
-STEP = {"schedule": "step", "milestones": (1, 2), "gamma": 0.5}
-EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, **STEP}
-
-
-def with_dropout():
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Flatten(), gluon.nn.Dense(16, activation="relu"), gluon.nn.Dropout(0.5), gluon.nn.Dense(10))
-    return net
-
-
-networks.register("dropout", with_dropout)
+EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "step", "milestones": (1, 2), "gamma": 0.5}
 
 
 def noisy(device_params, Xs, ys):
@@ -72,12 +62,10 @@ def feedback_lesson(folder):
     return str(path)
 
 
-# {name: the lesson and the settings of a run}
+# {name: the lesson and the settings of a run}. tests/test_features.py resumes other kinds of runs.
 RUNS = {
     "scratch": ("scratch", {}),
-    "shares": ("scratch", {"shares": (3, 1), **STEP}),
     "highlevel": ("highlevel", EXTRAS),
-    "dropout": ("highlevel", {"model": "dropout"}),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
     "state": (momentum_lesson(tempfile.mkdtemp()), {}),
     "different state on each device": (feedback_lesson(tempfile.mkdtemp()), {}),
@@ -152,7 +140,7 @@ def begun(two_epochs, tmp_path):
     "name, at_steps",
     [
         ("highlevel", [7, 6, 7]),
-        *(pytest.param(name, [7, 6, 7], marks=pytest.mark.slow) for name in RUNS if name != "highlevel"),
+        *(pytest.param(name, [7, 6, 7], marks=pytest.mark.slow) for name in [*RUNS][2:]),
         *(pytest.param("highlevel", [n], marks=pytest.mark.slow) for n in (1, 10, 30)),
     ],
 )

@@ -50,7 +50,7 @@ def machines():
             rate = f"tbf rate {BITS_PER_SECOND:.0f}bit burst 20k limit 16mb".split()
             ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *rate)
         for name in names:
-            runs.wait(lambda name=name: '"operstate":"UP"' in ip("-netns", name, "-json", "link", "show", "eth0"), 10)
+            runs.wait(lambda name=name: '"operstate":"UP"' in ip("-netns", name, "-json", "link", "show", "eth0"))
         yield names
     finally:
         for name in names:
@@ -76,7 +76,7 @@ def test_gradients_cross_a_slow_link_and_train_as_in_one_process(machines, tmp_p
         "OMP_NUM_THREADS": "1",
     }
     run = ["ip", "netns", "exec", machines[0], program, *hosts, *launcher, *words]
-    done = runs.finished(*run, env=environment, cwd=tmp_path, timeout=60)
+    done = runs.finished(*run, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     alone = {**SYNTHETIC, "impl": "scratch", "limit": 64 * STEPS, "gpus": 2, "out": tmp_path / "alone"}
     train(**alone)
