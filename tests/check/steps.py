@@ -184,6 +184,16 @@ def small_factor(state, part):
     trainer.zero_grad()
 
 
+def by_hand(state, part):
+    """A step for processes only, such as those of tensor parallelism."""
+    net, trainer = state
+    (loss_of(net, part) * len(part["x"]) / 12).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    trainer.step()
+    trainer.zero_grad()
+
+
 def noisy(state, part):
     return plain(state, {**part, "x": part["x"] + 0.1 * torch.randn_like(part["x"])})
 
@@ -211,6 +221,7 @@ RIGHT = {
     "batch normalization": (normalized, plain, EVEN),
     "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
     "compile": (compiled(ddp), plain, EVEN),
+    "reference": (alone, by_hand, {**EVEN, "reference": plain}),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -227,6 +238,7 @@ WRONG = {
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
     "a factor of 1.002": (adam, small_factor, EVEN, "1.002"),
     "compile": (compiled(alone), plain, EVEN, "own gradients"),
+    "reference": (alone, by_hand, {**EVEN, "reference": lambda s, p: plain(s, p, factor=2)}, "0.5 times"),
 }
 UNKNOWN = {"random numbers": (ddp, noisy, EVEN, "random numbers")}
 TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN}
