@@ -30,20 +30,20 @@ def accuracy(
     return f"evaluate_accuracy returns {value:.4f} instead of {expected:.4f}; count each example once"
 
 
-def of_file(module: ModuleType, X: Any, label: Callable[..., Any], params: Any, net: Any) -> str:
+def of_file(module: ModuleType, X: Any, label: Callable[..., Any], params: Any, net: Any = None) -> str:
     """What is wrong with the file's `evaluate_accuracy`, if it has one for batches, and a network or its parameters.
 
-    X: at least 11 examples. params, net: its second argument, by its name.
+    X: 11 examples. params, net: the other argument, by its name; without a network, the file's `lenet(X, params)`.
     """
-    evaluate = getattr(module, "evaluate_accuracy", None)
+    evaluate, lenet = (getattr(module, name, None) for name in ("evaluate_accuracy", "lenet"))
+    net = net or (lenet and (lambda X: lenet(X, params)))
     parameters = inspect.signature(evaluate).parameters.values() if evaluate else ()
     models = {"params": params, "net": net, "model": net}
     names = [p.name for p in parameters if p.default is p.empty]
-    data = [name for name in names if name not in models]
-    if not evaluate or not net or len(names) != 2 or len(data) != 1:
+    if not evaluate or not net or len({*names} - {*models}) != 1 or len(names) != 2:
         return ""
     try:
         call = lambda batches: evaluate(**{name: models.get(name, batches) for name in names})  # noqa: E731
-        return accuracy(call, net, [X[:7], X[7:11]], label)
+        return accuracy(call, net, [X[:7], X[7:]], label)
     except Exception as error:
         return f"evaluate_accuracy fails: {where(error)}"

@@ -410,9 +410,6 @@ class Evidence:
         if weights is not None and np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
             sizes = ", ".join(map(str, self.sizes))
             return f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
-        for extreme in (np.max, np.min):
-            if not self.wrong(change, {n: extreme([part[n] for part in self.parts], axis=0) for n in self.names}):
-                return f"the update has the largest or smallest of the {UNITS[unit]}' gradients; add them"
         more = {n: norm(change[n] - whole[n]) / (norm(whole[n]) or 1) for n in wrong}
         worst = max(wrong, key=more.__getitem__)
         factor = self._factor(change, wrong)
@@ -431,8 +428,6 @@ class Evidence:
                 advice += ", not of a shard"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
-            elif abs(factor) < 1e-3:
-                advice = f"let each {unit} change all parameters"
             return f"the update{where} is {factor:.5g} times that of one {unit}; {advice}"
         if weights is not None and np.abs(weights - 1).max() > 5e-5:
             used = [name for name, weight in zip(self.devices, weights) if abs(weight) > 1e-3]
@@ -478,7 +473,7 @@ def split(shards: Shards, n: int, function: str = "split_and_load") -> str:
     if found == batch:
         return ""
     if not {*found} <= {*batch}:
-        return f"{function} returns examples of an earlier batch; make a new copy of each batch"
+        return f"{function} returns examples of an earlier batch, or changes them; make a new copy of each batch"
     if k > 1 and all(shard == indices[0] for shard in indices):
         part = "whole batch" if len(indices[0]) == n else "same shard"
         return f"{function} gives the {part} to each of {k} devices; give each a different part"

@@ -165,7 +165,7 @@ class MXNet(Driver):
         session.start = _arrays(model)
         if k > 1 and not double:
             self.placed = self._misplaced(model)
-        _load(model, spread(session.start[0]), double)
+        model.load(spread(session.start[0]))
         net = getattr(model, "net", None)
         for i, (X, y) in enumerate(batches):
             seed_generators(1000 * seed + i)
@@ -230,22 +230,14 @@ class MXNet(Driver):
             return usual, ""
         try:
             for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
-                numbers = nd.arange(first, first + n)
-                images = numbers.reshape((n, 1, 1, 1)).broadcast_to((n, *self.image_shape))
-                Xs, ys = (lesson.split_and_load(data, self.ctx) for data in (images, numbers))
+                shards = lesson.split_and_load(nd.arange(first, first + n), self.ctx)
         except UsageError:
             raise
         except Exception as error:
             return usual, f"split_and_load fails for {n} examples: {_explained(error)}"
-        if wrong := [X.shape for X in Xs if X.shape[1:] != self.image_shape]:
-            return usual, f"split_and_load returns images of shape {wrong[0][1:]}; split along the first axis"
-        found = [(X.reshape((X.shape[0], -1))[:, 0].asnumpy() - first).astype(int).tolist() for X in Xs if X.size]
-        if any(not (0 <= number < n or 0 <= number + first - 10**7 < n) for number in sum(found, [])):
-            return usual, ""  # it changes the images
-        if found != [(y.asnumpy() - first).astype(int).tolist() for y in ys if y.size]:
-            return usual, "split_and_load splits images and labels differently; give each image its own label"
-        split = judge.split(found, n)
-        return (usual if split else found), split
+        found = [(shard.asnumpy() - first).astype(int).tolist() for shard in shards if shard.size]
+        wrong = judge.split(found, n)
+        return (usual if wrong else found), wrong
 
     def _losses(self, n: int) -> str:
         """Whether a step returns a loss for each example, computed before the update."""
@@ -279,7 +271,7 @@ class MXNet(Driver):
             return ""
         start = spread(_arrays(one)[0])
         for model in (one, several):
-            _load(model, start, False)
+            model.load(start)
         parts = [nd.array(rng.random((n, *self.image_shape))) for n in (3 * k + 2, 2 * k + 1)]
         try:
             return accuracy(
@@ -305,14 +297,6 @@ def spread(arrays: Arrays) -> Arrays:
 
 def _arrays(model: Any) -> list[Arrays]:
     return [{n: a.astype(np.float64) for n, a in read_arrays(model, i).items()} for i in range(len(model.ctx))]
-
-
-def _load(model: Any, start: Arrays, double: bool) -> None:
-    if not double:
-        return model.load(start)
-    for i in range(len(model.ctx)):
-        for name, array in model.arrays(i).items():
-            nd.array(start[name], dtype="float64").copyto(array)
 
 
 def _explained(error: Exception) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import multiprocessing
 import os
-import re
 import signal
 import site
 import sys
 import sysconfig
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,18 +18,18 @@ from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from gluon_mgpu.support.subprocesses import how_it_ended
 
 Send = Callable[[Any], None]  # sends the results of a stage, and waits until all processes have sent theirs
 FORK = multiprocessing.get_context("fork")
 LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parent), "<frozen"})
-FUTEX = ("202", "98", "422", "240")  # system calls with which a thread waits for others: x86-64, aarch64
-BLOCKED_SECONDS = 10  # a process that waits for one that has completed its step; a sum takes milliseconds
+TIMED_OUT = "Timed out"
 HINTS = {  # {part of PyTorch's message: what to do}
     "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
     "process group twice": 'the file starts when it is imported; put this under `if __name__ == "__main__"`',
+    TIMED_OUT: "waits for a process that does not make the same call; all must make the same calls in the same order",
     "by peer": "the processes do not make the same calls in the same order",
     "op.preamble": "the processes do not make the same calls in the same order, with the same shapes",
 }
@@ -52,10 +49,9 @@ class _Child:
     """A process that runs function(send)."""
 
     def __init__(self, function: Callable[[Send], None]) -> None:
-        self.log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # what the process prints
         self.connection, end = FORK.Pipe()
-        self.failure, self.blocked_since = "", 0.0
-        self.process = FORK.Process(target=_run, args=(function, end, self.log))
+        self.failure = ""
+        self.process = FORK.Process(target=_run, args=(function, end))
         self.process.start()
         end.close()
 
@@ -65,36 +61,15 @@ class _Child:
             message, self.failure = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            aborted = " (as gloo does if the shapes of a sum differ)" * (self.process.exitcode == -signal.SIGABRT)
-            message, self.failure = None, f"the process {how_it_ended(self.process.exitcode)}{aborted}"
+            status = self.process.exitcode or 0
+            aborted = " (as gloo does if the shapes of a sum differ)" * (status == -signal.SIGABRT)
+            message, self.failure = None, f"the process {how_it_ended(status)}{aborted}"
         return message
-
-    def waits(self) -> bool:
-        """Whether the main thread waits for something that another thread or process does."""
-        pid = self.process.pid
-        with suppress(OSError):
-            return Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()[0] in FUTEX
-        return False
-
-    def line(self) -> str:
-        """The line of the user's code that the process is in."""
-        assert self.process.pid
-        self.log.seek(0, os.SEEK_END)
-        begin = self.log.tell()
-        os.kill(self.process.pid, signal.SIGUSR1)
-        for _ in range(100):
-            time.sleep(0.02)
-            self.log.seek(begin)
-            frames = re.findall(r'File "(.+)", line (\d+) in', self.log.read())
-            if frames:
-                return next((f"line {line}" for file, line in frames if is_users(file)), "a library")
-        return "an unknown line"
 
     def end(self) -> None:
         self.process.kill()
         self.process.join()
         self.connection.close()
-        self.log.close()
 
 
 def run(functions: Sequence[Callable[[Send], None]], seconds: float) -> Outcome:
@@ -127,39 +102,30 @@ def _stage(children: Sequence[_Child], outcome: Outcome, seconds: float) -> list
                 first_failure = first_failure or now
         if first_failure and now > first_failure + 2:  # the others may be about to fail, too
             break
-        for rank in [] if first_failure else [*pending]:
-            child = children[rank]
-            child.blocked_since = (child.blocked_since or now) if messages and child.waits() else 0.0
-            if child.blocked_since and now > child.blocked_since + BLOCKED_SECONDS:
-                outcome.failure = (
-                    f"process {rank} waits forever in {child.line()}; process {min(messages)} has completed the step; "
-                    "all processes must make the same calls in the same order"
-                )
-                return []
-            if now > begun + seconds:
-                outcome.late = True
-                outcome.failure = f"{child.line()} takes more than {seconds:g} s; allow more (--seconds)"
-                return []
+        if now > begun + seconds:
+            outcome.late, outcome.failure = True, f"a step takes more than {seconds:g} s; allow more (--seconds)"
+            return []
     failed = {rank: child.failure for rank, child in enumerate(children) if child.failure}
     if failed:
         # if one fails, the others lose their connection
         rank = min(failed, key=lambda rank: "by peer" in failed[rank])
         outcome.failure = f"{f'process {rank}: ' if len(children) > 1 else ''}{failed[rank]}"
+        if TIMED_OUT in outcome.failure and not messages:  # the others may only be slow
+            outcome.late, outcome.failure = True, f"{outcome.failure}; allow more (--seconds)"
         return []
     return [messages[rank] for rank in sorted(messages)]
 
 
-def _run(function: Callable[[Send], None], end: Connection, log: IO[str]) -> None:
+def _run(function: Callable[[Send], None], end: Connection) -> None:
     """What each process does. It sends (result, why it failed)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, however it ends
     if os.getppid() == 1 != os.getpid():
         os._exit(1)  # it has ended
     for stream in (1, 2):
-        os.dup2(log.fileno(), stream)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
 
     def send(result: Any) -> None:
         end.send((result, ""))

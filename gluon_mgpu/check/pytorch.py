@@ -13,6 +13,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as engine
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -82,23 +85,18 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
     return compare(PyTorchFile(file, seconds), processes, steps, even)
 
 
+@dataclass
 class PyTorch(Driver):
     """The driver. See `parallel` for the arguments."""
 
+    make: Callable[[int, int], Any]
+    take_step: Callable[[Any, Any], Any]
+    draw: Callable[[int, int], Any]
+    no_dropout: bool
+    reference: Callable[[Any, Any], Any] | None
+    divide: str
+    seconds: float
     unit = "process"
-
-    def __init__(
-        self,
-        make: Callable[[int, int], Any],
-        step: Callable[[Any, Any], Any],
-        batch: Callable[[int, int], Any],
-        no_dropout: bool,
-        reference: Callable[[Any, Any], Any] | None,
-        divide: str,
-        seconds: float,
-    ) -> None:
-        self.make, self.take_step, self.draw, self.no_dropout = make, step, batch, no_dropout
-        self.reference, self.divide, self.seconds = reference, divide, seconds
 
     def batch(self, i: int, n: int) -> Any:
         seed_all(i)
@@ -136,7 +134,7 @@ class PyTorch(Driver):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
         def process(rank: int, send: Send) -> None:
-            join(rank, world, store.port)
+            join(rank, world, store.port, self.seconds / 2)
             seed_all(rank)
             function(send, rank, world, *args, **options)
 
@@ -188,12 +186,13 @@ class PyTorch(Driver):
                 if world > 1:
                     watch.refuse_unfinished()
                 after = read(state)
-                params = named(state)
+                params, changes = named(state), {name: a - now.get(name, a) for name, a in after.items()}
                 losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
-                left = [p for p in params.values() if p.grad is not None and p.grad.any()]
+                moved = any(a.any() for a in changes.values())
+                left = [p for p in params.values() if moved and p.grad is not None and p.grad.any()]
                 send(
                     {
-                        "arrays": {name: a - now.get(name, a) for name, a in after.items()},
+                        "arrays": changes,
                         "grads": {name: watch.grads[p] for name, p in params.items() if p in watch.grads},
                         "losses": losses[0].ravel() if len(losses) == 1 else np.zeros(0),
                         "examples": examples_of(leaves) if probe else [],
@@ -248,22 +247,18 @@ class PyTorchFile(PyTorch):
 
         def evaluate(send: Send, rank: int, world: int) -> None:
             state = self._make(rank, world)
-            params = state["params"] if isinstance(state, dict) else state[0]
-            net, lenet = params, getattr(self.module, "lenet", None)
-            if isinstance(net, nn.Module):
-                net.eval()
-            else:
-                net = lenet and (lambda X: lenet(X, params))
+            model = state["params"] if isinstance(state, dict) else state[0]
+            net = model.eval() if isinstance(model, nn.Module) else None
             X = torch.tensor(Driver.batch(self, 0, 11)[0])
-            send(accuracy.of_file(self.module, X, torch.tensor, params, net))
+            send(accuracy.of_file(self.module, X, torch.tensor, model, net))
 
         outcome = self._group(k, evaluate)
         failure = f"evaluate_accuracy fails: {outcome.failure}"
         yield "accuracy", outcome.stages[0][0] if outcome.stages else failure
 
 
-def join(rank: int, world: int, port: int) -> None:
-    """Connect the processes, with torchrun's environment variables."""
+def join(rank: int, world: int, port: int, seconds: float) -> None:
+    """Connect the processes, with torchrun's environment variables. seconds: how long one may wait for others."""
     torch.set_num_threads(1)
     variables: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
@@ -271,7 +266,7 @@ def join(rank: int, world: int, port: int) -> None:
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "check"}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 
 def seed_all(number: int) -> None:
@@ -489,8 +484,8 @@ class Float64(TorchFunctionMode):
         if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
             gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
             gradient = torch.ones_like(first) if gradient is None else gradient
-            with self:  # for the hooks of a backward pass, which convert, too; `func` would run them without
-                return torch.autograd.backward(first, gradient, retain_graph=keeps)
+            with self:  # for the hooks of a backward pass, which convert, too; public functions would run them without
+                return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
         if name in CONVERSIONS and first is not None:
             self._note({"half": torch.float16, "bfloat16": torch.bfloat16}.get(name))
             return first.double() if first.ndim else first if first.dtype == torch.float64 else func(first)
