@@ -166,10 +166,11 @@ class _Comparison:
         if wrong and self.even and wrong[0] == self.steps:
             self.notes.append(f"warning: uneven batches are wrong: {wrong[2]}")
             wrong = None
+        if not wrong:
+            yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
-        if wrong:
-            yield wrong[1:]
-        yield from self._right()
+        stale = "a step uses the gradients of an earlier batch; update with those of its own"
+        yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
 
     def _on_one(self) -> Iterator[Claim]:
         """Whether there is a step on one device to compare with."""
@@ -195,7 +196,9 @@ class _Comparison:
             self.one = driver.run(1, batches, shards=self.shards)
             self.how.append(f"batch normalization of the examples of each {self.unit}")
         self.several = driver.run(self.k, batches)
-        self.double = [driver.run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
+        self.double = [Session(), Session()]
+        if self.several.steps:
+            self.double = [driver.run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
         self.in_double = all(session.steps for session in self.double)
         facts = [session.facts for session in (self.one, self.several, *self.double)]
         self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
@@ -288,8 +291,6 @@ class _Comparison:
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
-        stale = "a step uses the gradients of an earlier batch; update with those of its own"
-        yield "update", stale if self.is_stale else ""
         left = ""
         if self.one.facts.get("left"):
             cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
@@ -414,14 +415,14 @@ class Evidence:
         worst = max(wrong, key=more.__getitem__)
         factor = self._factor(change, wrong)
         total = self._sum(self.parts)
-        if not factor and self.wrong(total) and not self.wrong(change, total):
+        if factor is None and self.wrong(total) and not self.wrong(change, total):
             cause = (
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
             return f"each {unit} changes its gradients before the sum: {cause}; sum first"
         where = _where(elements, whole)
-        if factor:
+        if factor is not None:
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"

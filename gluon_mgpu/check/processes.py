@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import site
 import sys
@@ -147,7 +148,7 @@ def is_users(file: str) -> bool:
 def where(error: BaseException) -> str:
     """An error in one line, with the line of the user's code."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    message = (str(error).strip().splitlines() or [""])[0][:160]
+    message = re.sub(r"^\[.+?\] ", "", (str(error).strip().splitlines() or [""])[0])[:160]  # without gloo's own line
     hint = next((f" ({hint})" for part, hint in HINTS.items() if part in str(error)), "")
     return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message}{hint}"
 
