@@ -7,24 +7,23 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Protocol
+from typing import Any
 
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-Claims = dict[str, Optional[str]]  # {claim: what is wrong}; "": nothing; None: there was nothing to check
+Claim = tuple[str, str]  # a claim, and what is wrong; "": nothing
 Shards = Sequence[Sequence[int]]  # the indices of the examples of each device
 SAME, DIFFERENT, UNKNOWN = 0, 1, 3  # verdicts; also the exit status of the command
 UNITS = {"device": "devices", "process": "processes"}
-TOLERANCE = 1e-6  # relative difference in float64 that may come from constants in float32
+# relative differences that may come from rounding; in float64, from the user's constants in float32
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
-TERMS = 1000  # of a typical sum in a gradient
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
-MAY_BE_RIGHT = {"split", "sum"}  # an unusual split or sum may be right, if the step is that of one device
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
     **dict.fromkeys(NOT_COMPARED, "cannot be compared with one {unit}"),
@@ -55,26 +54,24 @@ class Session:
     late: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def fact(self, name: str) -> Any:
-        return self.facts.get(name)
 
-
-class Driver(Protocol):
+class Driver:
     """Takes steps with one framework. unit: "device" or "process"."""
 
-    unit: str
+    unit = "device"
 
     def batch(self, i: int, n: int) -> Any:
-        """Batch i, of n examples."""
+        """Batch i, of n examples. Here, images as those of MNIST."""
+        rng = np.random.default_rng(i)
+        return rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         """Some examples of a batch."""
-
-    def same_labels(self, batch: Any) -> Any:
-        """A batch in which all examples have the label of the first; None if unknown."""
+        return tuple(array[[*examples]] for array in batch)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         """The examples on each of k devices; None if unknown."""
+        return None
 
     def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
         """Take a step with each batch on k devices, with a fresh copy of the user's code.
@@ -83,31 +80,33 @@ class Driver(Protocol):
         that a step draws. clear: set gradients that a step leaves to 0. Facts: "normalized": whether the network
         has batch normalization; "statistics": the names of its running statistics; "synced": whether a step makes them
         equal; "low": the lowest precision that is used; "how": for the user; "left": whether a step leaves gradients;
-        "random": whether a step draws random numbers; "reason": why the step cannot be compared; "wrong": a mistake
-        that the driver has seen.
+        "reason": why the step cannot be compared.
         """
+        raise NotImplementedError
+
+    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
+        """What else can be said after the steps on k devices, most important first. is_wrong: if they differ."""
+        yield from ()
 
 
 @dataclass
 class Report:
-    """The claims, how the steps were compared (such as "with dropout off"), warnings, and lines with numbers."""
+    """The claims in the order in which they were checked, until one did not hold; how the steps were compared (such as
+    "with dropout off"), warnings, and lines with numbers."""
 
-    claims: Claims
+    claims: dict[str, str] = field(default_factory=dict)
     unit: str = "device"
     how: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def _wrong(self) -> list[tuple[str, str]]:
-        wrong = [(claim, reason) for claim, reason in self.claims.items() if reason]
-        return wrong if {claim for claim, _ in wrong} - MAY_BE_RIGHT else []
+    def _wrong(self) -> Claim:
+        return next(((claim, reason) for claim, reason in self.claims.items() if reason), ("", ""))
 
     @property
     def status(self) -> int:
         """SAME, DIFFERENT or UNKNOWN."""
-        wrong = self._wrong()
-        if not wrong:
-            return SAME
-        return UNKNOWN if wrong[0][0] in NOT_COMPARED else DIFFERENT
+        claim, _ = self._wrong()
+        return UNKNOWN if claim in NOT_COMPARED else DIFFERENT if claim else SAME
 
     @property
     def same(self) -> bool:
@@ -116,11 +115,9 @@ class Report:
     @property
     def verdict(self) -> str:
         """Empty if the step on several devices is the step on one, else the likeliest reason."""
-        if not (wrong := self._wrong()):
-            return ""
-        claim, reason = wrong[0]
+        claim, reason = self._wrong()
         beginning = BEGINNINGS.get(claim, "does not take the same step as on one {unit}")
-        return f"{beginning.format(unit=self.unit, units=UNITS[self.unit])}: {reason}"
+        return reason and f"{beginning.format(unit=self.unit, units=UNITS[self.unit])}: {reason}"
 
     @property
     def line(self) -> str:
@@ -132,398 +129,335 @@ class Report:
         return "\n".join([self.line, *self.notes])
 
 
-def compare(driver: Driver, k: int, steps: int = 3, even: bool = False) -> Report:
-    """Compare `steps` steps, and one with an uneven batch, on k devices and on one. even: the uneven batch may differ;
-    then there is a warning."""
-    n = -(-EXAMPLES // k) * k
-    sizes = [n] * steps + [n + 1]
-    batches = [driver.batch(i, size) for i, size in enumerate(sizes)]
-    one = driver.run(1, batches)
-    if one.fact("reason") or len(one.steps) < steps:
-        return Report({"runs" if one.failure else "compared": one.fact("reason") or one.failure}, driver.unit)
-    again = driver.run(1, batches[:1], seed=1)
-    if not again.steps or differ([again.steps[0].changes[0], one.steps[0].changes[0]]):
-        reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
-        return Report({"repeatable": reason}, driver.unit)
-    comparison = _Comparison(driver, k, sizes, batches, one)
-    return comparison.report(even)
+def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool = False) -> Report:
+    """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one: the report of the
+    first that is not right, or of the first. even: the uneven batch may differ; then there is a warning."""
+    reports = []
+    for k in numbers:
+        report, comparison = Report(unit=driver.unit), _Comparison(driver, k, steps, even)
+        for claim, reason in comparison.claims():
+            report.claims[claim] = f"with {k} {UNITS[driver.unit]}: {reason}" if reason and k != numbers[0] else reason
+            if reason:
+                break
+        report.how, report.notes = comparison.how, comparison.notes
+        reports.append(report)
+        if not report.same:
+            return report
+    return reports[0]
 
 
 class _Comparison:
-    """several, one: sessions in float32; double: in float64, empty if the code cannot."""
+    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first."""
 
-    def __init__(self, driver: Driver, k: int, sizes: Sequence[int], batches: Sequence[Any], one: Session) -> None:
-        self.driver, self.k, self.sizes, self.batches, self.one = driver, k, sizes, batches, one
-        self.unit, self.names = driver.unit, [f"{driver.unit} {rank}" for rank in range(k)]
+    def __init__(self, driver: Driver, k: int, steps: int, even: bool) -> None:
+        self.driver, self.k, self.steps, self.even, self.unit = driver, k, steps, even, driver.unit
+        n = -(-EXAMPLES // k) * k
+        self.sizes = [n] * steps + [n + 1]
+        self.batches = [driver.batch(i, size) for i, size in enumerate(self.sizes)]
         self.shards: list[Shards] | None = None
-        if one.fact("normalized"):
-            self.shards = [self._shards(batch, size) for batch, size in zip(batches, sizes)]
+        self.how, self.notes = list[str](), list[str]()
+
+    def claims(self) -> Iterator[Claim]:
+        yield from self._on_one()
+        self._take_steps()
+        yield "compared", self.several.facts.get("reason") or ""
+        yield "start", start(self.several.start)
+        wrong = self._first_wrong()
+        if wrong and self.even and wrong[0] == self.steps:
+            self.notes.append(f"warning: uneven batches are wrong: {wrong[2]}")
+            wrong = None
+        if not wrong:
+            yield from self._right()
+        yield from self.driver.checks(self.k, bool(wrong))
+        stale = "a step uses the gradients of an earlier batch; update with those of its own"
+        yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
+
+    def _on_one(self) -> Iterator[Claim]:
+        """Whether there is a step on one device to compare with."""
+        self.one = one = self.driver.run(1, self.batches)
+        yield "compared", one.facts.get("reason") or ""
+        complete = len(one.steps) >= self.steps
+        yield "runs", "" if complete else one.failure
+        yield "runs", not_finite(one.steps[0])
+        moves = [any(a.any() for a in step.changes[0].values()) for step in one.steps]
+        reason = f"the steps on one {self.unit} do not change the parameters; assign in place"
+        yield "update", "" if any(moves) else reason
+        other = self.driver.take(self.batches[0], [0] * self.sizes[0])
+        again = self.driver.run(1, [self.batches[0], other], seed=1)
+        same = [not differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
+        reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
+        yield "repeatable", "" if same[:1] == [True] else reason
+        self.is_stale = same[1:] == moves[1:2] == [True]
+
+    def _take_steps(self) -> None:
+        driver, batches = self.driver, self.batches
+        if self.one.facts.get("normalized"):
+            self.shards = [self._shards(batch, size) for batch, size in zip(batches, self.sizes)]
             self.one = driver.run(1, batches, shards=self.shards)
-        self.several = driver.run(k, batches)
+            self.how.append(f"batch normalization of the examples of each {self.unit}")
+        self.several = driver.run(self.k, batches)
         self.double = [Session(), Session()]
-        if self.several.steps and not self.several.fact("wrong"):
-            self.double = [driver.run(n, batches, double=True, shards=self.shards) for n in (k, 1)]
-        self.in_double = len(self.double[1].steps) >= min(1, len(self.one.steps)) and bool(self.double[0].steps)
+        if self.several.steps:
+            self.double = [driver.run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
+        self.in_double = all(session.steps for session in self.double)
         facts = [session.facts for session in (self.one, self.several, *self.double)]
         self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
-        self.how = [*dict.fromkeys(text for f in facts for text in f.get("how", []))]
-        if self.shards:
-            self.how.append(f"batch normalization of the examples of each {self.unit}")
-        self.statistics = {*(self.one.fact("statistics") or ())}
+        self.how[:0] = dict.fromkeys(text for f in facts for text in f.get("how", []))
+        self.statistics = {*(self.one.facts.get("statistics") or ())}
+        self.synced = bool(self.several.facts.get("synced"))
 
     def _shards(self, batch: Any, n: int) -> Shards:
         found = self.driver.split(self.k, batch, n)
         usual = [part.tolist() for part in np.array_split(range(n), self.k)]
-        return found if found and sorted(sum(map(list, found), [])) == [*range(n)] else usual
+        return found if found and all(found) and not split(found, n) else usual
 
-    def report(self, even: bool) -> Report:
-        report = Report({}, self.unit, self.how)
-        report.claims = self._claims(report, even)
-        return report
+    def _first_wrong(self) -> tuple[int, str, str] | None:
+        """The first step that fails or differs, a claim, and the reason."""
+        for i in range(len(self.one.steps)):
+            uneven = i == self.steps
+            if len(self.several.steps) <= i:
+                claim = "compared" if self.several.late else "several"
+                only = f"only with uneven batches ({self.sizes[i]} examples): " if uneven else ""
+                return i, claim, only + self.several.failure
+            if self._differs(i):
+                if i == 0 or uneven:
+                    return i, *self._diagnose(i)
+                return i, "update", f"only the first update is that of one {self.unit}; {LEFT}"
+        return None
 
-    def _claims(self, report: Report, even: bool) -> Claims:
-        last = len(self.batches) - 1
-        if self.several.fact("reason"):
-            return {"compared": self.several.fact("reason")}
-        claims: Claims = {"start": start(self.several.start) if self.several.start else ""}
-        wrong = [i for i in range(len(self.one.steps)) if self._wrong(i)]
-        failed = len(self.several.steps)
-        if failed < len(self.one.steps) and failed not in wrong and not [i for i in wrong if i < failed]:
-            claim = "compared" if self.several.late else "several"
-            reason = self.several.failure
-            if failed == last:
-                reason = f"only with uneven batches ({self.sizes[last]} examples): {reason}"
-            if even and failed == last:
-                report.notes.append(f"warning: uneven batches fail: {self.several.failure}")
-            else:
-                return {**claims, claim: reason}
-        if self.several.fact("wrong"):
-            return {**claims, "update": self.several.fact("wrong")}
-        if even and wrong == [last]:
-            found = self._diagnose(last)
-            reason = next((reason for reason in found.values() if reason), "the update differs")
-            report.notes.append(f"warning: uneven batches ({self.sizes[last]} examples) are wrong: {reason}")
-            wrong = []
-        if not wrong:
-            return {**claims, **self._right(report)}
-        if claims["start"]:
-            return claims
-        if wrong[0] in (0, last):
-            found = self._diagnose(wrong[0])
-        else:
-            found = {"update": f"only the first update is that of one {self.unit}; {LEFT}"}
-        if not any(found.values()):
-            found = {"update": f"the update differs in step {wrong[0] + 1}; {LEFT}"}
-        return {**claims, **found}
-
-    def _wrong(self, i: int) -> bool:
+    def _differs(self, i: int) -> bool:
         """Whether step i on several devices is another one."""
-        sessions = self.double if self.in_double else [self.several, self.one]
-        if any(len(session.steps) <= i for session in sessions):
-            sessions = [self.several, self.one]
-        if any(len(session.steps) <= i for session in sessions):
-            return False
-        several, one = (session.steps[i] for session in sessions)
-        expected, bound = one.changes[0], {}
-        names = [name for name in expected if name not in self.statistics]
-        if sessions[0] is self.several:
-            exact = self.double[1].steps[i].changes[0] if len(self.double[1].steps) > i else None
-            bound = rounding_bound(expected, exact, self.one.start[0], ROUNDING[self.low])
-        else:
-            bound = exact_bound(expected)
+        sessions = [self.several, self.one]
+        double = all(len(session.steps) > i for session in self.double)
+        several, one = (session.steps[i] for session in (self.double if double else sessions))
+        statistics = self.statistics if self.synced else ()
+        changes = self.several.steps[i].changes
         return (
-            _replicas_differ(self, i)
-            or any(
-                not norm(change[name] - expected[name]) <= bound[name] for change in several.changes for name in names
-            )
+            bool(differ([{n: a for n, a in change.items() if n not in statistics} for change in changes]))
+            or self._updates_differ(several, one, double)
             or bool(_losses(several.losses, one.losses, self.sizes[i]))
         )
 
-    def _right(self, report: Report) -> Claims:
-        """The claims if each step is the same in the precision in which they were compared."""
-        if self.one.fact("left"):
-            cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
-            pairs = zip(cleared.steps[:2], self.one.steps[:2])
-            if any(differ([a.changes[0], b.changes[0]]) for a, b in pairs):
-                return {"update": "a step adds to the gradients of the step before; call zero_grad after each update"}
-        if not any(a.any() for step in self.one.steps for a in step.changes[0].values()):
-            return {"update": "the steps do not change the parameters; assign in place"}
-        claims: Claims = dict.fromkeys(["devices", "sum", "losses", "replicas", "update"], "")
-        if examples := self.driver.split(self.k, self.batches[0], self.sizes[0]):
-            claims["devices"] = split(examples, self.sizes[0], "the step")
-        if not self.in_double:
-            report.notes.append(f"compared only in float32, because float64 fails: {self.double[0].failure}")
-            return claims
-        exact = {n: a for n, a in self.double[1].steps[0].changes[0].items() if n not in self.statistics}
-        several, one = ({n: s.steps[0].changes[0][n] for n in exact} for s in (self.several, self.one))
-        unit = ROUNDING[self.low]
-        # an optimizer such as Adam may make a large step of a gradient that is 0 except for rounding
-        zero = [n for n in exact if norm(one[n] - exact[n]) > max(0.1, 30 * unit) * norm(exact[n])]
-        if zero and sum(exact[n].size for n in zero) < 0.1 * sum(a.size for a in exact.values()):
-            report.notes.append(f"compared only in float64, because rounding decides in {self.low}: {_some(zero)}")
-            several, one, exact = ({n: a for n, a in x.items() if n not in zero} for x in (several, one, exact))
-        apart, far = distance(several, exact), distance(one, exact)
-        bound = rounding_bound(one, exact, self.one.start[0], unit)
-        explained = norm(np.array([*bound.values()])) / (norm_of(exact) or 1)
-        report.notes.append(
-            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, {far:.1e} on one; "
-            f"rounding in {self.low} explains {explained:.1e}"
-        )
-        if self.low != "float32":
-            report.how.append(f"in float64; rounding in {self.low} changes it by {apart:.0e}")
-        if far > max(1e-2, 30 * unit * (1 + norm_of(self.one.start[0]) / (norm_of(exact) or 1))):
-            reason = f"float32 and float64 differ by {far:.0%} on one {self.unit}, more than rounding explains"
-            return {"compared": reason}
-        if apart > max(1e-2, 30 * unit, 8 * explained):
-            reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
-            return {**claims, "update": f"{reason}; rounding explains only {explained:.1g}"}
-        return claims
+    def _updates_differ(self, several: Step, one: Step, double: bool) -> bool:
+        expected = {name: a for name, a in one.changes[0].items() if name not in self.statistics}
+        bound = self.bounds(expected, double)
+        return any(far(change, expected, bound) for change in several.changes)
 
-    def _diagnose(self, i: int) -> Claims:
+    def bounds(self, expected: Arrays, double: bool, parts: Sequence[Arrays] = ()) -> dict[str, float]:
+        """How far rounding can move each array (a norm). parts: what an update is the sum of."""
+        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm_of(expected)
+        bound = {n: tolerance * max(norm(a), least, sum(norm(p[n]) for p in parts)) for n, a in expected.items()}
+        if not double:  # a small change of a large number
+            bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
+        return bound
+
+    def _diagnose(self, i: int) -> Claim:
         """What is wrong with step i, taken by fresh copies of the code."""
-        batch, n, k = self.batches[i], self.sizes[i], self.k
+        driver, batch, n, k = self.driver, self.batches[i], self.sizes[i], self.k
         options: dict[str, Any] = {"double": True} if self.in_double else {}
-        shards = [self.shards[i]] if self.shards else None
 
-        def on_one(some: Any, **more: Any) -> Step | None:
-            session = self.driver.run(1, [some], **options, **more)
+        def on(devices: int, some: Any, shards: Shards | None = None) -> Step | None:
+            session = driver.run(devices, [some], shards=[shards] if shards else None, **options)
             return session.steps[0] if session.steps else None
 
-        several = self.driver.run(k, [batch], **options)
-        whole = on_one(batch, shards=shards)
-        if not several.steps or not whole:
-            return {"several": several.failure}
-        examples = self.driver.split(k, batch, n)
-        parts = examples if examples and all(examples) else self._shards(batch, n)
-        alone = [on_one(self.driver.take(batch, part)) for part in parts]
-        if not all(alone):
-            return {"update": f"the update differs from that of one {self.unit}"}
-        evidence = Evidence(self, n, parts, several, whole, [step for step in alone if step], examples)
+        examples = driver.split(k, batch, n)
+        if examples and (reason := split(examples, n, "the step")):
+            return "devices", reason
+        shards = self.shards[i] if self.shards else None
+        several, whole = on(k, batch), on(1, batch, shards)
+        parts = self._shards(batch, n)
+        alone = [on(1, driver.take(batch, part)) for part in parts]
+        if not several or not whole or not all(alone):
+            return "update", f"the update differs from that of one {self.unit}"
+        steps = several, whole, *[step for step in alone if step]
+        evidence = Evidence(self, parts, *[step.changes for step in steps])
+        found = evidence.replicas_differ()
+        if all(step.grads and step.grads[0] for step in steps):
+            # what the optimizer got is a sum, even if what it makes of it is none
+            of_grads = Evidence(self, parts, *[step.grads for step in steps])
+            evidence = of_grads if of_grads.names and of_grads.is_wrong() else evidence
+        losses = _losses(several.losses, whole.losses, n)
+        missing = evidence.missing()
+        if missing or losses:
+            return ("sum", missing) if missing else ("losses", losses)
+        if found:
+            return "replicas", found
+        if not evidence.is_wrong():
+            return "update", f"the update differs in step {i + 1}; {LEFT}"
+        alike = driver.take(batch, [0] * n)
+        both = on(k, alike), on(1, alike, shards)
+        right_if_alike = both[0] and both[1] and not self._updates_differ(both[0], both[1], self.in_double)
+        return "update", evidence.update(bool(right_if_alike))
+
+    def _right(self) -> Iterator[Claim]:
+        """The claims if each step is the same in the precision in which they were compared."""
+        left = ""
+        if self.one.facts.get("left"):
+            cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
+            if any(differ([a.changes[0], b.changes[0]]) for a, b in zip(cleared.steps[:2], self.one.steps[:2])):
+                left = "a step adds to the gradients of the step before; call zero_grad after each update"
+        yield "update", left
+        examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
+        yield "devices", split(examples, self.sizes[0], "the step") if examples else ""
+        for claim in ("sum", "losses", "replicas"):
+            yield claim, ""
         if not self.in_double:
-            evidence.bound = rounding_bound(whole.changes[0], None, several.start[0], ROUNDING[self.low])
-        turned = on_one(self.driver.take(batch, range(n)[::-1])) if not shards else None
-        claims = evidence.claims(turned.changes[0] if turned else None)
-        same = self.driver.same_labels(batch)
-        if claims["update"] and same is not None and evidence.differs(evidence.mean):
-            labels = self.driver.run(k, [same], **options), on_one(same, shards=shards)
-            if (
-                labels[0].steps
-                and labels[1]
-                and not any(evidence.wrong(change, labels[1].changes[0]) for change in labels[0].steps[0].changes)
-            ):
-                claims["update"] = "examples get the labels of others; divide X and y in the same way"
-        return claims
-
-
-def _replicas_differ(of: _Comparison, i: int) -> bool:
-    """Whether the devices have different parameters after step i."""
-    if len(of.several.steps) <= i:
-        return False
-    names = [n for n in of.several.steps[i].changes[0] if not (of.several.fact("synced") and n in of.statistics)]
-    return bool(differ([{n: change[n] for n in names} for change in of.several.steps[i].changes]))
+            self.notes.append(f"compared only in float32, because float64 fails: {self.double[0].failure}")
+            return
+        several, one, exact = (s.steps[0].changes[0] for s in (self.several, self.one, self.double[1]))
+        names = [name for name in exact if name not in self.statistics]
+        apart, distance_of_one = (distance(change, exact, names) for change in (several, one))
+        self.notes.append(
+            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, "
+            f"{distance_of_one:.1e} on one"
+        )
+        if self.low != "float32":
+            self.how.append(f"in float64; rounding in {self.low} changes it by {apart:.0e}")
+        rounding = 30 * ROUNDING[self.low]
+        start = norm(flat(self.one.start[0], names)) / (norm(flat(exact, names)) or 1)
+        reason = (
+            f"float32 and float64 differ by {distance_of_one:.0%} on one {self.unit}, more than rounding explains; "
+        )
+        reason += "draw no random numbers"
+        yield "compared", reason if distance_of_one > max(1e-2, rounding * (1 + start)) else ""
+        reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
+        yield "update", reason if apart > max(1e-2, rounding, 8 * distance_of_one) else ""
 
 
 class Evidence:
-    """A step on several devices, on one, and with the examples of each device alone."""
+    """A step on several devices, on one, and with the examples of each device alone: what changed, or the gradients
+    that the optimizer got. whole, alone: of one device."""
 
     def __init__(
-        self, of: _Comparison, n: int, parts: Shards, several: Session, whole: Step, alone: list[Step], examples: Any
+        self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
     ) -> None:
-        self.unit, self.processes, self.n, self.synced = of.unit, of.names, n, several.fact("synced")
-        self.random = several.fact("random")
-        self.low, self.examples, self.sizes = of.low, examples, [len(part) for part in parts]
-        self.statistics, self.float32 = of.statistics, of.several.steps[0]
-        step = several.steps[0]
-        self.losses = step.losses, whole.losses
-        self.changes, self.whole = step.changes, whole.changes[0]
-        self.names = [name for name in self.whole if name not in of.statistics]
-        self.set_parts([step.changes[0] for step in alone])
-        # what the optimizer got is a sum, even if what it makes of it is none
-        self.linear: tuple[Arrays, list[Arrays]] | None = None
-        if step.grads and step.grads[0] and whole.grads and all(one.grads for one in alone):
-            self.linear = step.grads[0], self._scaled([one.grads[0] for one in alone], whole.grads[0])
-
-    def set_parts(self, alone: list[Arrays]) -> None:
-        self.alone = alone
-        self.mean = self._sum([{a: c * s / self.n for a, c in one.items()} for s, one in zip(self.sizes, alone)])
-        self.whole = {name: self.whole[name] for name in self.names}
-        self.parts = self._scaled(alone, self.whole)
-        self.bound = exact_bound(self.whole, self.parts)
-
-    def _scaled(self, alone: Sequence[Arrays], whole: Arrays) -> list[Arrays]:
-        """What each device's examples add: a share of what they do alone, unless the step computes sums."""
-        shares = [{n: a * s / self.n for n, a in one.items()} for s, one in zip(self.sizes, alone)]
-        names = [name for name in whole if all(name in one for one in alone)]
-        sums, means = ({n: np.sum([p[n] for p in parts], axis=0) for n in names} for parts in (alone, shares))
-        whole = {name: whole[name] for name in names}
-        return [dict(p) for p in (alone if distance(sums, whole) < distance(means, whole) else shares)]
+        self.unit, self.devices = of.unit, [f"{of.unit} {rank}" for rank in range(of.k)]
+        self.changes, self.alone = several, [arrays for [arrays] in alone]
+        self.statistics = set() if of.synced else of.statistics
+        everywhere = [*self.changes, *self.alone]
+        self.names = [n for n in whole[0] if n not in of.statistics and all(n in arrays for arrays in everywhere)]
+        self.whole = {name: whole[0][name] for name in self.names}
+        # What each device's examples add: a share of what they do alone, unless the step computes sums
+        self.sizes = [len(part) for part in parts]
+        shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
+        errors = [distance(self._sum(some), self.whole, self.names) for some in (self.alone, shares)]
+        self.parts = self.alone if errors[0] < errors[1] else shares
+        self.bound = of.bounds(self.whole, of.in_double, self.parts)
 
     def _sum(self, parts: Sequence[Arrays]) -> Arrays:
         return {name: np.sum([part[name] for part in parts], axis=0) for name in self.names}
 
-    def _far(self, change: Arrays) -> float:
-        return distance(change, self.whole)
-
     def wrong(self, change: Arrays, expected: Arrays | None = None) -> list[str]:
         """The arrays that differ by more than rounding explains."""
-        expected = expected or self.whole
-        return [n for n in self.names if not norm(change[n] - expected[n]) <= self.bound[n]]
+        return far(change, expected or self.whole, self.bound)
 
-    def differs(self, expected: Arrays) -> bool:
-        return any(self.wrong(change, expected) for change in self.changes)
+    def is_wrong(self) -> bool:
+        return any(self.wrong(change) for change in self.changes)
 
-    def weights(self, change: Arrays, name: str) -> np.ndarray | None:
-        """The weight of each device's part in the change of an array; None if it is no sum of the parts."""
-        if not np.isfinite(change[name]).all():
-            return None
-        return fitted(change[name], [part[name] for part in self.parts], 2 * self.bound[name])
-
-    def claims(self, turned: Arrays | None) -> Claims:
-        claims: Claims = {
-            "devices": split(self.examples, self.n, "the step") if self.examples else "",
-            "sum": self._missing(),
-            "losses": _losses(*self.losses, self.n),
-            "replicas": self._replicas(),
-            "update": self._update(turned),
-        }
-        right = not any(self.wrong(change) for change in self.changes)
-        if right and claims["replicas"] == "":
-            return {**claims, "sum": ""}
-        if claims["update"] and not claims["devices"] and self._decided(claims):
-            claims |= {"sum": "", "replicas": ""}
-        return claims
-
-    def _decided(self, claims: Claims) -> bool:
-        """Whether a wrong weight explains more than a missing sum."""
-        return str(claims["update"]).startswith("shards of different sizes")
-
-    def _missing(self) -> str:
+    def missing(self) -> str:
         """Whether each device updates with the gradients of all."""
-        wrong = [self.wrong(change) for change in self.changes]
-        own: list[str] = []
-        not_all: list[str] = []
-        only: list[tuple[str, int]] = []
+        own, only = list[str](), dict[str, int]()
         for name in self.names:
-            ranks = [rank for rank, names in enumerate(wrong) if name in names and self.whole[name].any()]
-            contained = [self._contained(rank, name) for rank in range(len(wrong))]
-            if ranks and all(contained[rank] == [rank] for rank in ranks):
-                (own if len(ranks) == len(wrong) else not_all).append(name)
-            elif ranks and len(contained[0]) == 1 and all(c == contained[0] for c in contained):
-                only.append((name, contained[0][0]))
+            used = [self._used(change, name) for change in self.changes]
+            is_wrong = [name in self.wrong(change) for change in self.changes]
+            if all(is_wrong) and used == [{rank} for rank in range(len(used))]:
+                own.append(name)
+            elif any(is_wrong) and len(used[0]) == 1 and all(u == used[0] for u in used):
+                only[name] = min(used[0])
         if own:
             of = "" if len(own) == len(self.names) else f" for {_some(own)}"
-            return (
-                f"each {self.unit} updates with its own gradients{of}; sum them in the last backward pass, before the "
-                "update"
-            )
-        if not_all:
-            return f"one {self.unit} updates with its own gradients ({_some(not_all)}); leave the sum in all"
-        if only and not (self.examples and split(self.examples, self.n)):
-            names = _some([name for name, _ in only])
-            return f"the update uses only the gradients of {self.processes[only[0][1]]} ({names}); add the others'"
+            advice = "sum them in place, before the update (in DDP, in the last backward pass)"
+            return f"each {self.unit} updates with its own gradients{of}; {advice}"
+        if only:
+            device = self.devices[min(only.values())]
+            return f"the update uses only the gradients of {device} ({_some([*only])}); add the others'"
         return ""
 
-    def _contained(self, rank: int, name: str) -> list[int]:
-        """The devices whose gradients are in a device's update of an array; empty if unknown."""
-        change, own = self.changes[rank][name], self.alone[rank][name]
-        if own.any() and norm(change - own) <= 2 * self.bound[name]:
-            return [rank]
-        weights = self.weights(self.changes[rank], name)
-        return [] if weights is None else [i for i, w in enumerate(weights) if abs(w) > 0.01]
+    def _used(self, change: Arrays, name: str) -> set[int]:
+        """The devices whose gradients are in an update of an array; empty if unknown."""
+        for rank, own in enumerate(self.alone):
+            if own[name].any() and norm(change[name] - own[name]) <= 2 * self.bound[name]:
+                return {rank}
+        weights = fitted(change[name], [part[name] for part in self.parts], 2 * self.bound[name])
+        return set() if weights is None else {i for i, w in enumerate(weights) if abs(w) > 0.01}
 
-    def _replicas(self) -> str:
-        names = differ([{n: change[n] for n in self.names} for change in self.changes])
-        if names:
-            wrong = [rank for rank, change in enumerate(self.changes) if self.wrong(change)]
-            if not wrong:
-                advice = "add in the same order in each"
-                return f"the replicas have parameters that differ by rounding ({names}); {advice}"
-            if len(wrong) < len(self.changes):
-                advice = f"leave the sum in each {self.unit}"
-                return f"the step of {self.processes[wrong[0]]} is not that of the others ({names}); {advice}"
+    def replicas_differ(self) -> str:
+        """Whether the replicas are the same after the step."""
+        first = self.changes[0]
+        if any(self.wrong(change, {n: first[n] for n in self.names}) for change in self.changes):
+            right = [self.devices[rank] for rank, change in enumerate(self.changes) if not self.wrong(change)]
+            names = differ([{n: change[n] for n in self.names} for change in self.changes])
+            if right:
+                return (
+                    f"only the step of {', '.join(right)} is right ({names}); update each with the sum, in the same way"
+                )
             advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
-            return f"after a step, the replicas have different parameters ({names}) and different gradients; {advice}"
-        changes = [{n: change[n] for n in self.statistics} for change in self.changes]
-        if not self.synced and (names := differ(changes)):
+            return f"after a step, the replicas have different parameters ({names}); {advice}"
+        if names := differ([{n: change[n] for n in self.statistics} for change in self.changes]):
             return f"the replicas have different running statistics ({names}); average or broadcast them, as DDP does"
+        if not self.is_wrong() and (names := differ(self.changes)):
+            return f"the replicas have parameters that differ by rounding ({names}); add in the same order in each"
         return ""
 
-    def _update(self, turned: Arrays | None) -> str:
-        change = max(self.changes, key=self._far)
-        wrong = self.wrong(change)
-        if not wrong:
-            return ""
+    def update(self, right_if_alike: bool) -> str:
+        """What a wrong update looks like. right_if_alike: whether it is right if all examples are the same."""
+        change = max(self.changes, key=lambda change: len(self.wrong(change)))
+        wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
             return f"the update is not finite ({_some(infinite)})"
-        weights = [self.weights(change, name) for name in wrong if self.whole[name].any()]
-        if weights and all(
-            w is not None and np.ptp(w * self.sizes) < 1e-3 * abs(w[0]) and np.ptp(w) > 0.01 for w in weights
-        ):
+        elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
+        values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
+        weights = fitted(values, columns, 1e-3 * norm(values))
+        if weights is not None and np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
             sizes = ", ".join(map(str, self.sizes))
             return f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
-        factor = np.vdot(flat(change, wrong), flat(self.whole, wrong)) / (norm(flat(self.whole, wrong)) ** 2 or 1)
-        rest, error = (norm(flat(change, wrong) - f * flat(self.whole, wrong)) for f in (factor, 1))
-        scaled = rest < 0.05 * error
-        for extreme in (np.max, np.min):
-            if not self.wrong(change, {n: extreme([part[n] for part in self.parts], axis=0) for n in self.names}):
-                return f"the update has the largest or smallest of the {UNITS[self.unit]}' gradients; add them"
-        if turned and self.wrong(turned) and not self.random:
-            return f"the update depends on the order of the examples, also on one {self.unit}; {EQUALLY}"
-        scatters = all(norm(change[n] - self.whole[n]) < 0.02 * norm(self.whole[n]) for n in wrong)
-        if not scaled and not scatters and self.wrong(self.mean) and not self.wrong(change, self.mean):
-            if self.random:
-                return f"each {self.unit} draws the same random numbers; use another key or seed in each"
-            cause = "for example by clipping, or by dividing by a number of its own examples"
-            return f"each {self.unit} changes its gradients before the sum, {cause}; sum first"
-        return self._explained(change, wrong, factor, scaled)
-
-    def _explained(self, change: Arrays, wrong: list[str], factor: float, scaled: bool) -> str:
-        """What a wrong update looks like. factor: the update of one device that is nearest; scaled: it is that one."""
-        whole, k, unit = self.whole, len(self.processes), self.unit
-        if not any(value.any() for value in whole.values()):
-            return f"the step changes the parameters on several {UNITS[unit]}, but not on one; treat all alike"
-        of = f" of {_some(wrong)}" if len(wrong) < len(self.names) else ""
-        if scaled and abs(factor - 1) > TOLERANCE:
+        more = {n: norm(change[n] - whole[n]) / (norm(whole[n]) or 1) for n in wrong}
+        worst = max(wrong, key=more.__getitem__)
+        factor = self._factor(change, wrong)
+        total = self._sum(self.parts)
+        if factor is None and self.wrong(total) and not self.wrong(change, total):
+            cause = (
+                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
+                "random numbers that others draw, too"
+            )
+            return f"each {unit} changes its gradients before the sum: {cause}; sum first"
+        where = _where(elements, whole)
+        if factor is not None:
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
                 advice += ", not of a shard"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
-            elif abs(factor) < 1e-3:
-                advice = f"let each {unit} change all parameters"
-            return f"the update{of} is {factor:.5g} times that of one {unit}; {advice}"
-        found, parts = self.linear or (change, self.parts)
-        names = [name for name in (found if self.linear else wrong) if all(name in part for part in parts)]
-        where, masked = "", names
-        if not self.linear:
-            mask = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-            where = _where(mask, whole)
-            found = {n: change[n][mask[n]] for n in names}
-            parts = [{n: part[n][mask[n]] for n in names} for part in parts]
-        values, columns = flat(found, masked), [flat(part, masked) for part in parts]
-        weights = fitted(values, columns, 1e-3 * norm(values))
+            return f"the update{where} is {factor:.5g} times that of one {unit}; {advice}"
         if weights is not None and np.abs(weights - 1).max() > 5e-5:
-            used = [name for name, weight in zip(self.processes, weights) if abs(weight) > 1e-3]
+            used = [name for name, weight in zip(self.devices, weights) if abs(weight) > 1e-3]
             if len(used) < k and np.allclose(weights[np.abs(weights) > 1e-3], 1, atol=1e-2):
                 return f"the update{where} uses only the gradients of {', '.join(used)}; add those of the others"
+            terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
-            sum_ = weighted_names(weights, self.processes)
             if np.abs(weights - 1).max() < 0.05:
                 advice = f"a factor that is the same for all elements of a {unit} is not rounding; {advice}"
-            return f"the update{where} adds the shards' gradients as {sum_}; {advice}"
-        more = {name: change[name] - whole[name] for name in wrong}
-        error = max((norm(more[n]) / (norm(whole[n]) or 1) for n in wrong), default=0.0)
-        worst = max(wrong, key=lambda n: norm(more[n]) / (norm(whole[n]) or 1))
-        if error < 0.02:
-            advice = "keep float32 until the sum is complete"
-            return (
-                f"the update differs from that of one {unit}, by {error:.1g} for {worst}; the errors scatter by "
-                f"element, as with float16, bfloat16 or 8-bit numbers; {advice}"
-            )
-        by = f"{error:.0%}" if error < 100 else "far"
-        advice = "if all else is right, look for clipping or weight decay before the sum"
-        return f"the update differs from that of one {unit}, by {by} for {worst}; {advice}"
+            return f"the update{where} adds the shards' gradients as {terms}; {advice}"
+        differs = f"the update{where} differs from that of one {unit}"
+        if more[worst] < 0.02:
+            like = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers"
+            return f"{differs}, by {more[worst]:.1g} for {worst}; {like}; keep float32 until the sum is complete"
+        if right_if_alike:
+            advice = "divide X and y in the same way, and use what depends on other examples as on one"
+            return f"{differs}, unless all examples are the same: labels may be those of others; {advice}"
+        advice = (
+            "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
+            "others without gradients"
+        )
+        return f"{differs}, by {more[worst]:.0%} for {worst}; {advice}"
+
+    def _factor(self, change: Arrays, names: Sequence[str]) -> float | None:
+        """The number of times that one device's update fits; None if it does not fit better than once."""
+        found, whole = flat(change, names), flat(self.whole, names)
+        factor = float(np.vdot(found, whole) / (norm(whole) ** 2 or 1))
+        fits = norm(found - factor * whole) < 0.05 * norm(found - whole)
+        return factor if fits and abs(factor - 1) > 1e-6 else None
 
 
 def start(devices: Sequence[Arrays]) -> str:
@@ -540,7 +474,7 @@ def split(shards: Shards, n: int, function: str = "split_and_load") -> str:
     if found == batch:
         return ""
     if not {*found} <= {*batch}:
-        return f"{function} returns examples of an earlier batch; make a new copy of each batch"
+        return f"{function} returns examples of an earlier batch, or changes them; make a new copy of each batch"
     if k > 1 and all(shard == indices[0] for shard in indices):
         part = "whole batch" if len(indices[0]) == n else "same shard"
         return f"{function} gives the {part} to each of {k} devices; give each a different part"
@@ -550,45 +484,36 @@ def split(shards: Shards, n: int, function: str = "split_and_load") -> str:
     return f"{function} gives some of {n} examples to several devices"
 
 
-def exact_bound(expected: Arrays, parts: Sequence[Arrays] = ()) -> dict[str, float]:
-    """How far updates in float64 may be apart."""
-    least = 1e-2 * norm_of(expected)
-    sizes = {n: max([norm(a), least, sum(norm(part[n]) for part in parts)]) for n, a in expected.items()}
-    return {name: TOLERANCE * size for name, size in sizes.items()}
-
-
-def rounding_bound(one: Arrays, exact: Arrays | None, start: Arrays, unit: float) -> dict[str, float]:
-    """How far rounding can move the update of each parameter (a norm): 8 times as far as one device is from float64,
-    or as random errors in a sum of TERMS numbers add up to. unit: the relative error of one operation."""
-    bound, least, float32 = {}, 1e-3 * norm_of(one), ROUNDING["float32"]
-    for name, value in one.items():
-        size = max(norm(value), least)
-        random = float32 * (TERMS**0.5 * size + norm(start[name])) + (unit > float32) * unit * size
-        bound[name] = 8 * max(norm(value - exact[name]) if exact else 0.0, random)
-    return bound
+def not_finite(step: Step) -> str:
+    """Whether all numbers of a step are finite."""
+    arrays = {"losses": np.concatenate([*step.losses, np.zeros(0)]), **step.changes[0]}
+    wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    if not wrong:
+        return ""
+    value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
+    where = "losses" if wrong[0] == "losses" else f"gradients ({_some(wrong)})"
+    return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
     """Whether the losses that the step returns are those of the examples, if it returns one for each."""
     expected, found = (np.concatenate([*map(np.ravel, losses), np.zeros(0)]) for losses in (one, several))
-    if len(expected) != n or len(found) != n:
+    if len(expected) != n or len(found) != n or alike(found, expected):
         return ""
-    return "" if alike(found, expected) else "the losses are not those of the batch; divide X and y in the same way"
+    advice = "compute each as on one device, from its own image and label"
+    return f"the losses are not those of the batch; divide X and y in the same way, and {advice}"
 
 
-def alike(losses: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> bool:
+def alike(losses: np.ndarray, expected: np.ndarray) -> bool:
     """Whether losses are the same, in any order."""
-    same = losses.shape == expected.shape
-    return same and np.allclose(np.sort(losses), np.sort(expected), rtol=tolerance, atol=tolerance)
+    return losses.shape == expected.shape and np.allclose(np.sort(losses), np.sort(expected), rtol=1e-4, atol=1e-4)
 
 
-def distance(change: Arrays, expected: Arrays) -> float:
-    """How far an update is from another, relative to its size; without the few elements that are farthest, because an
-    optimizer such as Adam may make a large step of a gradient that is 0 except for rounding."""
-    names = [*expected]
+def distance(change: Arrays, expected: Arrays, names: Sequence[str]) -> float:
+    """How far an update is from another, relative to its size; without the tenth of the elements that are farthest,
+    because an optimizer such as Adam makes a large step of a gradient that is 0 except for rounding."""
     error = np.sort(np.abs(flat(change, names) - flat(expected, names)))
-    error = error[: len(error) - len(error) // 500]
-    return norm(error) / (norm_of(expected) or 1)
+    return norm(error[: len(error) - len(error) // 10]) / (norm(flat(expected, names)) or 1)
 
 
 def norm(array: Any) -> float:
@@ -603,31 +528,27 @@ def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
     return np.concatenate([np.ravel(arrays[name]) for name in names] or [np.zeros(0)])
 
 
+def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
+    """The arrays that differ by more than a bound, or are not finite."""
+    return [name for name, array in expected.items() if not norm(change[name] - array) <= bound[name]]
+
+
 def _where(wrong: Arrays, expected: Arrays) -> str:
     """In which arrays an update is wrong, or in which part of one; empty: in most. wrong: for each element."""
-    if sum(mask.sum() for mask in wrong.values()) > 0.5 * sum(value.size for value in expected.values()):
+    if sum(mask.sum() for mask in wrong.values()) > 0.5 * sum(np.count_nonzero(value) for value in expected.values()):
         return ""
-    parts = [
-        name if mask.mean() > 0.5 else f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()
-    ]
-    return f" of {', '.join(parts[:4])}"
+    counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
+    return " of " + _some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
 
 
 def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
     """The weights with which a result is a sum of parts, except for a rest; None if it is no such sum, or too short to
     tell."""
-    if result.size <= len(parts):
+    if result.size <= len(parts) or not np.isfinite(result).all():
         return None
     columns = np.stack([np.ravel(part) for part in parts], axis=1)
     weights = np.linalg.lstsq(columns, np.ravel(result), rcond=1e-6)[0]
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
-
-
-def weighted_names(weights: np.ndarray | None, names: Sequence[str]) -> str:
-    """A sum in words, such as 2 × cpu(0) + 1 × cpu(1)."""
-    if weights is None:
-        return ""
-    return " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), names) if w) or "0"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -640,11 +561,3 @@ def differ(devices: Sequence[Arrays]) -> str:
         return ""
     first, *others = devices
     return _some([name for name in first if any((first[name] != other[name]).any() for other in others)])
-
-
-def merged(reports: Sequence[tuple[int, Report]], unit: str) -> Report:
-    """One report for several numbers of devices: the first that is not right, or the first."""
-    k, report = next(((k, report) for k, report in reports if not report.same), reports[0])
-    if not report.same and k != reports[0][0]:
-        report.claims = {c: f"with {k} {UNITS[unit]}: {r}" if r else r for c, r in report.claims.items()}
-    return report

@@ -6,13 +6,15 @@ processes, forks of this one. They exchange only what the step does; what they f
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import random as python_random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,17 @@ import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward as engine
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.judge import Arrays, Report, Session, Shards, Step, compare, merged
-from gluon_mgpu.check.processes import Message, Outcome, Send
+from gluon_mgpu.check import accuracy
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
+from gluon_mgpu.check.processes import Outcome, Send
+from gluon_mgpu.support.errors import UsageError
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
@@ -65,9 +69,8 @@ def parallel(
     it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
     the step itself divides. seconds: the limit of a step.
     """
-
     driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
-    return merged([(k, compare(driver, k, steps, even)) for k in processes], driver.unit)
+    return compare(driver, processes, steps, even)
 
 
 def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, seconds: float) -> Report:
@@ -79,79 +82,69 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
     if b"fsdp" in text:
         import torch.distributed.fsdp  # noqa: F401
     sys.path.insert(0, str(Path(file).parent))  # as for a script, but its modules hide none that are imported above
-    driver = PyTorchFile(file, seconds)
-    reports = [(k, compare(driver, k, steps, even)) for k in processes]
-    report = merged(reports, driver.unit)
-    if report.same and (found := driver.accuracy(processes[0])) is not None:
-        report.claims["accuracy"] = found
-    return report
+    return compare(PyTorchFile(file, seconds), processes, steps, even)
 
 
-class PyTorch:
+@dataclass
+class PyTorch(Driver):
     """The driver. See `parallel` for the arguments."""
 
+    make: Callable[[int, int], Any]
+    take_step: Callable[[Any, Any], Any]
+    draw: Callable[[int, int], Any]
+    no_dropout: bool
+    reference: Callable[[Any, Any], Any] | None
+    divide: str
+    seconds: float
     unit = "process"
 
-    def __init__(
-        self,
-        make: Callable[[int, int], Any],
-        step: Callable[[Any, Any], Any],
-        batch: Callable[[int, int], Any],
-        no_dropout: bool,
-        reference: Callable[[Any, Any], Any] | None,
-        divide: str,
-        seconds: float,
-    ) -> None:
-        self.make, self.take_step, self.draw, self.no_dropout = make, step, batch, no_dropout
-        self.reference, self.divide, self.seconds = reference, divide, seconds
-        self.sessions: dict[Any, tuple[Session, Sequence[Any]]] = {}  # in one process
-        self.batches: dict[tuple[int, int], Any] = {}
-
     def batch(self, i: int, n: int) -> Any:
-        """Drawn once, in float32."""
-        if (i, n) not in self.batches:
-            seed_all(i)
-            self.batches[i, n] = self.draw(i, n)
-        return self.batches[i, n]
+        seed_all(i)
+        return self.draw(i, n)
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         index = torch.tensor([*examples])
         return pytree.tree_map(lambda a: a[index] if isinstance(a, Tensor) and a.ndim else a, batch)
 
-    def same_labels(self, batch: Any) -> Any:
-        X, y = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (None, None)
-        return (X, y[:1].expand_as(y).clone()) if isinstance(y, Tensor) and y.ndim == 1 else None
-
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
-        found = [self._group(count, [batch], probe=True) for count in (k, 1)]
+        found = [self._group(count, self._process, [batch], probe=True) for count in (k, 1)]
         if any(len(outcome.stages) < 2 for outcome in found):
             return None
-        examples, used = ([m["examples"].tolist() for m in outcome.stages[1]] for outcome in found)
+        examples, used = ([message["examples"] for message in outcome.stages[1]] for outcome in found)
         return examples if all(examples) and used[0] == [*range(n)] else None  # a mask leaves no gradient of some
 
     def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        if k > 1:
-            return _session(self._group(k, batches, **options))
-        key = (*map(id, batches), repr(sorted(options.items())))
-        if key not in self.sessions:  # with the batches, whose ids are then not used again
-            self.sessions[key] = _session(self._group(k, batches, **options)), batches
-        return self.sessions[key][0]
+        outcome = self._group(k, self._process, batches, **options)
+        session = Session(failure=outcome.failure, late=outcome.late)
+        for i, messages in enumerate(outcome.stages):
+            facts = messages[0]["facts"]
+            session.facts |= {name: value for name, value in facts.items() if value or name not in session.facts}
+            arrays = [message["arrays"] for message in messages]
+            if i == 0:
+                session.start = arrays
+            else:
+                grads, losses = ([message[name] for message in messages] for name in ("grads", "losses"))
+                session.steps.append(Step(arrays, grads, losses))
+        return session
 
-    def _group(self, k: int, batches: Sequence[Any], **options: Any) -> Outcome:
+    def _group(self, world: int, function: Callable[..., None], *args: Any, **options: Any) -> Outcome:
+        """Call function(send, rank, world, *args, **options) in connected processes."""
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        functions = [
-            lambda send, r=rank: self._process(send, r, k, store.port, batches, **options) for rank in range(k)
-        ]
-        return processes.run(functions, self.seconds)
+
+        def process(rank: int, send: Send) -> None:
+            join(rank, world, store.port, self.seconds / 2)
+            seed_all(rank)
+            function(send, rank, world, *args, **options)
+
+        return processes.run([partial(process, rank) for rank in range(world)], self.seconds)
 
     def _process(
         self,
         send: Send,
         rank: int,
         world: int,
-        port: int,
         batches: Sequence[Any],
         *,
         double: bool = False,
@@ -161,8 +154,6 @@ class PyTorch:
         probe: bool = False,
     ) -> None:
         """What each process does. probe: find the examples whose gradients a step computes."""
-        join(rank, world, port)
-        seed_all(rank)
         watch, take_step = Watch(), self.reference if world == 1 and self.reference else self.take_step
         if double or world == 1:
             _compile_nothing()
@@ -170,7 +161,7 @@ class PyTorch:
             state = self.make(rank, world)
             modules = [*found_modules(state)]
             facts: dict[str, Any] = {"how": ["with dropout off"] * (self.no_dropout and switch_dropout_off(modules))}
-            normalized = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+            normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
             facts |= {"normalized": bool(normalized), "statistics": statistics(state, normalized)}
             facts["synced"] = any(getattr(m, "broadcast_buffers", False) for m in modules)
@@ -180,9 +171,8 @@ class PyTorch:
                     "reference="
                 )
             now = read(state)
-            send({**{f"a/{name}": a for name, a in now.items()}, "facts": np.array(json.dumps(facts))})
+            send({"arrays": now, "facts": facts})
             seed_all(1000 * seed + rank)
-            watch.draws = False
             for i, batch in enumerate(batches):
                 if shards and world == 1:
                     by_shard(normalized, shards[i])
@@ -193,29 +183,34 @@ class PyTorch:
                     part = self.take(data, divided(self.divide, world, len(leaves[0]))[rank])
                 watch.grads.clear()
                 losses = take_step(state, part)
+                if world > 1:
+                    watch.refuse_unfinished()
                 after = read(state)
-                message = {f"a/{name}": a - now.get(name, a) for name, a in after.items()}
-                message |= {f"g/{name}": watch.grads[a] for name, a in named(state).items() if a in watch.grads}
+                params, changes = named(state), {name: a - now.get(name, a) for name, a in after.items()}
                 losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
-                message["losses"] = losses[0].ravel() if len(losses) == 1 else np.zeros(0)
-                if probe:
-                    message["examples"] = examples_of(leaves)
-                left = [p for p in named(state).values() if p.grad is not None and p.grad.any()]
-                facts = {"low": watch.low, "random": watch.draws, "left": bool(left) and any_moved(message)}
-                facts["wrong"] = watch.unfinished()
-                if clear and facts["left"]:
+                moved = any(a.any() for a in changes.values())
+                left = [p for p in params.values() if moved and p.grad is not None and p.grad.any()]
+                send(
+                    {
+                        "arrays": changes,
+                        "grads": {name: watch.grads[p] for name, p in params.items() if p in watch.grads},
+                        "losses": losses[0].ravel() if len(losses) == 1 else np.zeros(0),
+                        "examples": examples_of(leaves) if probe else [],
+                        "facts": {"low": watch.low, "left": bool(left)},
+                    }
+                )
+                if clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
                 now = after
-                send({**message, "facts": np.array(json.dumps(facts))})
 
 
 class PyTorchFile(PyTorch):
-    """A file, executed anew in each process. Its step gets whole batches, and divides them."""
+    """A file, which each process executes again. Its step gets whole batches, and divides them."""
 
     def __init__(self, file: str, seconds: float) -> None:
         super().__init__(self._make, self._step, self._draw, True, None, "none", seconds)
-        self.file = file
+        self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
         self.module = processes.load(self.file)
@@ -228,60 +223,42 @@ class PyTorchFile(PyTorch):
         return self.module.train_batch(*batch, *more)
 
     def _draw(self, i: int, n: int) -> Any:
-        """The file's own `example_batch(n)`, or images and labels as of MNIST."""
-        if "def example_batch" not in Path(self.file).read_text(errors="replace"):
-            rng = np.random.default_rng(i)
-            return torch.tensor(rng.random((n, 1, 28, 28), np.float32)), torch.tensor(rng.integers(0, 10, n))
+        """The file's own `example_batch(n)`, or images."""
+        if "def example_batch" not in self.text:
+            X, y = Driver.batch(self, i, n)
+            return torch.tensor(X), torch.tensor(y, dtype=torch.int64)
 
         def draw(send: Send) -> None:
             torch.set_num_threads(1)
+            data = io.BytesIO()
             module = processes.load(self.file)
             seed_all(i)
-            leaves, spec = pytree.tree_flatten(module.example_batch(n))
-            arrays = {f"a/{j}": a.numpy() for j, a in enumerate(leaves) if isinstance(a, Tensor)}
-            others = {str(j): a for j, a in enumerate(leaves) if not isinstance(a, Tensor)}
-            how = json.dumps([pytree.treespec_dumps(spec), len(leaves), others])
-            send({**arrays, "how": np.array(how)})
+            torch.save(module.example_batch(n), data)
+            send(data.getvalue())
 
         outcome = processes.run([draw], self.seconds)
         if outcome.failure:
-            raise CannotDraw(outcome.failure)
-        message = outcome.stages[0][0]
-        spec, count, others = json.loads(str(message["how"]))
-        leaves = [torch.tensor(message[f"a/{j}"]) if f"a/{j}" in message else others[str(j)] for j in range(count)]
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+            raise UsageError(None, self.file, f"example_batch fails: {outcome.failure}")
+        return torch.load(io.BytesIO(outcome.stages[0][0]), weights_only=True)
 
-    def accuracy(self, k: int) -> str | None:
-        """What is wrong with the file's `evaluate_accuracy`, see `accuracy`."""
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
+        if is_wrong or "def evaluate_accuracy" not in self.text:
+            return
 
-        def process(rank: int, send: Send) -> None:
-            join(rank, k, store.port)
-            seed_all(rank)
-            state = self._make(rank, k)
-            params = state["params"] if isinstance(state, dict) else state[0]
-            net, lenet = params, getattr(self.module, "lenet", None)
-            if isinstance(net, nn.Module):
-                net.eval()
-            else:
-                net = lenet and (lambda X: lenet(X, params))
-            found = accuracy(self.module, self.batch(0, 12)[0], torch.tensor, params, net)
-            send({"accuracy": np.array(json.dumps(found))})
+        def evaluate(send: Send, rank: int, world: int) -> None:
+            state = self._make(rank, world)
+            model = state["params"] if isinstance(state, dict) else state[0]
+            net = model.eval() if isinstance(model, nn.Module) else None
+            X = torch.tensor(Driver.batch(self, 0, 11)[0])
+            send(accuracy.of_file(self.module, X, torch.tensor, model, net))
 
-        if "def evaluate_accuracy" not in Path(self.file).read_text(errors="replace"):
-            return None
-        outcome = processes.run([partial(process, rank) for rank in range(k)], self.seconds)
-        if outcome.failure:
-            return f"evaluate_accuracy fails: {outcome.failure}"
-        return json.loads(str(outcome.stages[0][0]["accuracy"]))
+        outcome = self._group(k, evaluate)
+        failure = f"evaluate_accuracy fails: {outcome.failure}"
+        yield "accuracy", outcome.stages[0][0] if outcome.stages else failure
 
 
-class CannotDraw(Exception):
-    """`example_batch` fails."""
-
-
-def join(rank: int, world: int, port: int) -> None:
-    """Connect the processes, with torchrun's environment variables."""
+def join(rank: int, world: int, port: int, seconds: float) -> None:
+    """Connect the processes, with torchrun's environment variables. seconds: how long one may wait for others."""
     torch.set_num_threads(1)
     variables: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
@@ -289,7 +266,7 @@ def join(rank: int, world: int, port: int) -> None:
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "check"}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 
 def seed_all(number: int) -> None:
@@ -312,24 +289,6 @@ def copied(value: Any, double: bool, requires_grad: bool) -> Any:
     if not value.is_floating_point():
         return value
     return (value.double() if double else value).requires_grad_(requires_grad)
-
-
-def _session(outcome: Outcome) -> Session:
-    def arrays(message: Message, kind: str = "a/") -> Arrays:
-        return {name[2:]: a for name, a in message.items() if name.startswith(kind)}
-
-    session = Session(failure=outcome.failure, late=outcome.late)
-    for i, messages in enumerate(outcome.stages):
-        facts = json.loads(str(messages[0]["facts"]))
-        session.facts |= {name: value for name, value in facts.items() if value or name not in session.facts}
-        wrong = [text for m in messages if (text := json.loads(str(m["facts"])).get("wrong"))]
-        session.facts["wrong"] = session.facts.get("wrong") or (wrong or [""])[0]
-        if i == 0:
-            session.start = [arrays(m) for m in messages]
-        else:
-            losses = [m["losses"] for m in messages]
-            session.steps.append(Step([arrays(m) for m in messages], [arrays(m, "g/") for m in messages], losses))
-    return session
 
 
 # What a step changes
@@ -378,20 +337,14 @@ def named(state: Any) -> dict[str, Tensor]:
 
 def read(state: Any) -> Arrays:
     """Copies of all arrays in float64, with those that are divided among the processes gathered."""
-    with torch._C.DisableTorchFunction():
-        gathered = {n: a.full_tensor() if hasattr(a, "full_tensor") else a for n, a in named(state).items()}
-        return {name: a.detach().to(torch.float64).numpy().copy() for name, a in gathered.items()}
+    gathered = {n: a.full_tensor() if hasattr(a, "full_tensor") else a for n, a in named(state).items()}
+    return {name: a.detach().to(torch.float64).numpy().copy() for name, a in gathered.items()}
 
 
-def any_moved(message: Message) -> bool:
-    return any(a.any() for name, a in message.items() if name.startswith("a/"))
-
-
-def examples_of(leaves: Sequence[Tensor]) -> np.ndarray:
+def examples_of(leaves: Sequence[Tensor]) -> list[int]:
     """The examples of which a step has computed gradients."""
-    grads = [a.grad for a in leaves if a.grad is not None]
-    found = [g.flatten(1).abs().sum(1) if g.ndim > 1 else g.abs() for g in grads]
-    return sum(found).nonzero().ravel().numpy() if found else np.zeros(0, int)
+    grads = [a.grad.flatten(1).abs().sum(1) if a.ndim > 1 else a.grad.abs() for a in leaves if a.grad is not None]
+    return sum(grads).nonzero().ravel().tolist() if grads else []
 
 
 def tensor_parallel(state: Any, modules: Sequence[nn.Module]) -> bool:
@@ -448,21 +401,20 @@ def _compile_nothing() -> None:
 
 class Watch:
     """What a process sees of its steps. grads: {parameter: gradient} when the optimizer updates. low: the lowest
-    precision. draws: whether random numbers are drawn."""
+    precision."""
 
     def __init__(self) -> None:
         self.grads: dict[Tensor, np.ndarray] = {}
-        self.low, self.draws = "float32", False
+        self.low = "float32"
         self.works: list[Work] = []
         register_optimizer_step_pre_hook(self._before_update)
         for name in COLLECTIVES:
             setattr(dist, name, self._watched(getattr(dist, name)))
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            for p in [p for group in optimizer.param_groups for p in group["params"]]:
-                if p.grad is not None and not hasattr(p, "placements") and not p.grad.is_sparse:
-                    self.grads[p] = p.grad.detach().double().numpy().copy()
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            if p.grad is not None and not hasattr(p, "placements") and not p.grad.is_sparse:
+                self.grads[p] = p.grad.detach().double().numpy().copy()
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -474,11 +426,11 @@ class Watch:
 
         return call
 
-    def unfinished(self) -> str:
-        line = next((work.line for work in self.works if not work.is_awaited), 0)
-        return (
-            f"line {line} begins a sum with async_op=True and does not wait(); wait before the update" if line else ""
-        )
+    def refuse_unfinished(self) -> None:
+        for work in self.works:
+            if not work.is_awaited:
+                advice = "does not wait(); wait before the update"
+                raise RuntimeError(f"line {work.line} begins a sum with async_op=True and {advice}")
 
 
 class Work:
@@ -532,10 +484,8 @@ class Float64(TorchFunctionMode):
         if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
             gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
             gradient = torch.ones_like(first) if gradient is None else gradient
-            with self:  # for the hooks of a backward pass, which convert, too; `func` would run them without
+            with self:  # for the hooks of a backward pass, which convert, too; public functions would run them without
                 return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
-        if name in DRAWS or name in DRAWS_IN_PLACE:
-            self.watch.draws = True
         if name in CONVERSIONS and first is not None:
             self._note({"half": torch.float16, "bfloat16": torch.bfloat16}.get(name))
             return first.double() if first.ndim else first if first.dtype == torch.float64 else func(first)

@@ -93,9 +93,8 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
 
 
 def _print(context: click.Context, lesson: str, report: Report) -> None:
-    answers = {None: "not called", "": "yes"}
     words = {"unit": report.unit, "units": UNITS[report.unit]}
-    rows = [[answers.get(r, "no"), CLAIMS[claim].format(**words), r or ""] for claim, r in report.claims.items()]
+    rows = [["no" if r else "yes", CLAIMS[claim].format(**words), r] for claim, r in report.claims.items()]
     for line in [*log.table(rows, align="<"), *report.notes, f"{lesson} {report.line}"]:
         click.echo(line)
     context.exit(report.status)

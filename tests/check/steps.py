@@ -184,6 +184,16 @@ def small_factor(state, part):
     trainer.zero_grad()
 
 
+def by_hand(state, part):
+    """A step for processes only, such as those of tensor parallelism."""
+    net, trainer = state
+    (loss_of(net, part) * len(part["x"]) / 12).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    trainer.step()
+    trainer.zero_grad()
+
+
 def noisy(state, part):
     return plain(state, {**part, "x": part["x"] + 0.1 * torch.randn_like(part["x"])})
 
@@ -211,6 +221,7 @@ RIGHT = {
     "batch normalization": (normalized, plain, EVEN),
     "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
     "compile": (compiled(ddp), plain, EVEN),
+    "reference": (alone, by_hand, {**EVEN, "reference": plain}),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -220,13 +231,14 @@ WRONG = {
     "scaler": (with_scaler(alone), scaled, EVEN, "own gradients"),
     "autocast": (ddp, lambda s, p: in_half_precision(s, {**p, "x": p["x"] * (1 + 0.02 * dist.get_rank())}), EVEN, ""),
     "fully_shard": (sharded, lambda s, p: plain(s, {n: a[: 1 + dist.get_rank()] for n, a in p.items()}), EVEN, ""),
-    "ZeRO": (zero(lambda net: net), plain, EVEN, "only the gradients"),
+    "ZeRO": (zero(lambda net: net), plain, EVEN, "own gradients"),
     "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
-    "EMA": (with_average, averaged(False), EVEN, "is not that of the others"),
+    "EMA": (with_average, averaged(False), EVEN, "only the step of process 0"),
     "schedule": (with_schedule(True), plain, EVEN, "only the first"),
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
     "a factor of 1.002": (adam, small_factor, EVEN, "1.002"),
     "compile": (compiled(alone), plain, EVEN, "own gradients"),
+    "reference": (alone, by_hand, {**EVEN, "reference": lambda s, p: plain(s, p, factor=2)}, "0.5 times"),
 }
 UNKNOWN = {"random numbers": (ddp, noisy, EVEN, "random numbers")}
 TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN}

@@ -20,16 +20,6 @@ torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorc
 jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 RIGHT = {name: (ROOT / "docs" / f"{name}.py").read_text() for name in ("pytorch/scratch", "pytorch/ddp", "jax/scratch")}
 SUM = "    for p in params:\n        dist.all_reduce(p.grad)\n"
-ACCUMULATED = """
-    n, k = len(X), dist.get_world_size()
-    (X1, X2), (y1, y2) = shard(X).chunk(2), shard(y).chunk(2)
-    with {first}:
-        (F.cross_entropy(net(X1), y1, reduction="sum") * k / n).backward()
-    with {last}:
-        (F.cross_entropy(net(X2), y2, reduction="sum") * k / n).backward()
-    trainer.step()
-    trainer.zero_grad()
-"""
 NORMALIZED = """
 def init_net(lr):
     net = nn.Sequential(nn.BatchNorm2d(1), lenet())
@@ -56,19 +46,10 @@ def changed(name, *edits):
     return text
 
 
-def accumulated(first, last):
-    head, _, rest = RIGHT["pytorch/ddp"].partition("    losses = F.cross_entropy")
-    body = ACCUMULATED.format(first=first, last=last)
-    imports = "from contextlib import nullcontext\n"
-    return imports + head + body + "\n\ndef full" + rest.partition("\n\ndef full")[2]
-
-
 FIRST = ["[dist.get_rank()]", "[0]"]
 MEAN = ["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"]
 STRIDED = ["shard(y), reduction", "y[dist.get_rank() :: dist.get_world_size()], reduction"]
 STEP = SUM + "    sgd(params, lr, len(X))"
-NORM = ["DistributedDataParallel(lenet())", "DistributedDataParallel(nn.Sequential(nn.BatchNorm2d(1), lenet()))"]
-ADAM = ["torch.optim.SGD(net.parameters(), lr=lr)", "torch.optim.Adam(net.parameters(), lr=lr / 100)"]
 LOSS = "    loss = losses.sum() * dist.get_world_size() / len(X)"
 VALID = """    valid = shard(y) % 3 != 0
     count = valid.sum()
@@ -82,9 +63,8 @@ WRONG = {
     "accuracy of one part": ("accuracy", "0.1818", scratch(["    dist.all_reduce(correct)\n", ""])),
     "labels of others": ("update", "labels", scratch(STRIDED)),
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
-    "only the last examples": ("update", "order", scratch(["losses.sum()", "losses[-3:].sum()"])),
+    "only the last examples": ("update", "choice of its own", scratch(["losses.sum()", "losses[-3:].sum()"])),
     "a step before the sum": ("sum", "own", scratch([STEP, "    sgd(params, lr, len(X))"])),
-    "a maximum": ("update", "largest", scratch(["all_reduce(p.grad)", "all_reduce(p.grad, dist.ReduceOp.MAX)"])),
     "mean of means": ("update", "sizes", ddp(MEAN)),
     "gradients of the step before": ("update", "zero_grad", ddp(["    trainer.zero_grad()\n", ""])),
     "not scaled": ("update", "0.5 times", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
@@ -94,18 +74,14 @@ WRONG = {
         ddp(MEAN, ["tensor_split(data, dist.get_world_size())", "tensor_split(data, 1)"], FIRST),
     ),
     "no broadcast": ("start", "different", scratch(["np.random.default_rng(seed)", OWN_DRAW])),
-    "no_sync in the last part": ("replicas", "no_sync", accumulated("nullcontext()", "net.no_sync()")),
     "running statistics": ("replicas", "running", RIGHT["pytorch/ddp"].partition("\nif __name__")[0] + NORMALIZED),
     "an error in one process": ("several", "Assertion", scratch([SUM, "    assert dist.get_rank() == 0\n" + SUM])),
-    "a deadlock": ("several", "waits forever", scratch([SUM, BRANCH])),
+    "a deadlock": ("several", "waits for a process", scratch([SUM, BRANCH])),
     "an exit": ("runs", "exit", scratch([SUM, "    os._exit(0)\n"])),
 }
 RIGHT_STEPS = {
     "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
     "a mask": ddp([LOSS, VALID]),
-    "no_sync in the first part": accumulated("net.no_sync()", "nullcontext()"),
-    "Adam": ddp(ADAM),
-    "normalization in DDP": ddp(NORM),
     "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
 }
 # A smaller network, because JAX compiles for seconds
@@ -190,10 +166,10 @@ def test_a_wrong_step_is_named(run, case):
 @pytest.mark.parametrize("case", cases(RIGHT_STEPS, fast=1))
 def test_a_right_step_is_not_accused(run, case):
     report = run(RIGHT_STEPS[case])
-    assert report.status == SAME and bool(report.how) == (case == "normalization in DDP"), report.explain()
-    note = next(note for note in report.notes if "distance" in note)  # near float64, and rounding explains more
-    several, one, bound = (float(number) for number in re.findall(r"\d\.\de-\d\d", note))
-    assert 0 < one < bound and 0 < several < bound
+    assert report.status == SAME and not report.how, report.explain()
+    note = next(note for note in report.notes if "distance" in note)
+    several, one = (float(number) for number in re.findall(r"\d\.\de-\d\d", note))
+    assert 0 < one < 1e-5 and 0 < several < 1e-5
 
 
 def tables():
