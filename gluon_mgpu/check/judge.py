@@ -162,6 +162,9 @@ class _Comparison:
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
         yield "start", start(self.several.start)
+        names = differ([*self.one.start[:1], *self.several.start[:1]])
+        reason = f"it starts with other parameters ({names}); draw them with the same seed in every {self.unit}"
+        yield "compared", reason if names else ""
         wrong = self._first_wrong()
         if wrong and self.even and wrong[0] == self.steps:
             self.notes.append(f"warning: uneven batches are wrong: {wrong[2]}")

@@ -69,6 +69,9 @@ def parallel(
     it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
     the step itself divides. seconds: the limit of a step.
     """
+    import torch._dynamo  # noqa: F401  # this takes seconds, and each process would import it
+    import torch.distributed.fsdp  # noqa: F401
+
     driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
