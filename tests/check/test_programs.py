@@ -182,7 +182,7 @@ def tables():
 
 @torch
 @pytest.mark.slow
-@pytest.mark.parametrize("table, case, reason", tables())
+@pytest.mark.parametrize("table, case, reason", [*tables()])
 def test_the_steps_of_real_programs(pytorch, table, case, reason):
     done = pytorch.run([sys.executable, str(ROOT / "tests/check/steps.py"), table, case])
     assert done.status == 0, done.err
