@@ -1,6 +1,7 @@
 """Programs for MXNet 1.x on GPUs. `gluon-mgpu run` runs this file, which prints {program: its traceback}."""
 
 import copy
+import itertools
 import json
 import pickle
 import traceback
@@ -105,20 +106,21 @@ def metrics_reset_and_count_as_in_early_versions_of_mxnet():
 
 def conv1d_before_batch_norm_trains_with_any_number_of_channels():
     X = nd.random.normal(shape=(8, 16, 40))
-    for hybridize in (False, True):
+    for hybridize, (dilation, groups) in itertools.product((False, True), ((1, 1), (2, 4))):  # MXNet fails with (1, 1)
         net = gluon.nn.HybridSequential()
-        convolution = gluon.nn.Conv1D(16, 3, 2, 1, 2, 4, activation="relu", weight_initializer="normal")
+        convolution = gluon.nn.Conv1D(16, 3, 2, 1, dilation, groups, activation="relu", weight_initializer="normal")
         net.add(convolution, gluon.nn.BatchNorm(scale=False), gluon.nn.Conv1D(1, 1, use_bias=False))
         net.initialize(mx.init.One())
         net.hybridize(hybridize)
         with autograd.record():
             Y = net(X)
-        (Y**3).backward()
-        weight = convolution.weight
-        assert (Y.shape, weight.shape) == ((8, 1, 19), (16, 4, 3))
+            cubes = Y**3
+        cubes.backward()
+        weight, bias = convolution.weight, convolution.bias
+        assert weight.shape == (16, 16 // groups, 3) and len(Y) == 8
         assert np.isfinite(Y.asnumpy()).all() and np.abs(weight.grad().asnumpy()).max() > 0
-        kernel = {"kernel": (1, 3), "stride": (1, 2), "pad": (0, 1), "dilate": (1, 2), "num_group": 4, "num_filter": 16}
-        two = nd.Convolution(X.expand_dims(2), weight.data().expand_dims(2), convolution.bias.data(), **kernel)
+        kernel = {"kernel": (1, 3), "stride": (1, 2), "pad": (0, 1), "dilate": (1, dilation), "num_group": groups}
+        two = nd.Convolution(X.expand_dims(2), weight.data().expand_dims(2), bias.data(), num_filter=16, **kernel)
         assert nd.abs(convolution(X) - nd.relu(two).squeeze(2)).max().asscalar() < 1e-5
 
 

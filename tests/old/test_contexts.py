@@ -12,7 +12,7 @@ import runs
 def failed(tmp_path_factory, stock):
     """{program: its traceback}. One process runs all programs, because it takes seconds to start."""
     folder = tmp_path_factory.mktemp("programs")
-    done = runs.gluon_mgpu("run", "--here", old_programs.__file__, cwd=folder, env=stock, timeout=100)
+    done = runs.gluon_mgpu("run", "--here", old_programs.__file__, cwd=folder, env=stock)
     assert done.returncode == 0 and done.stderr.count("mx.gpu(i) is CPU context i + 1") == 1, done.stderr
     return json.loads(done.stdout)
 
