@@ -9,7 +9,7 @@ import sys
 
 import fake_cuda
 import pytest
-from runs import call
+from runs import call, finished
 
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.compat import cuda
@@ -63,7 +63,7 @@ for library in ({str(library)!r}, "libcudart.so.11.0"):
 ctypes.CDLL({str(program)!r}).run()
 """
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "fakes")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = finished(sys.executable, "-c", code, env=environment)
     assert done.stdout == "0 209 0 209 0\n" * 2, done.stderr  # 209: cudaErrorNoKernelImageForDevice
     [line] = done.stderr.splitlines()
     assert " second(float*)" in line and "run this command" in line
