@@ -16,7 +16,7 @@ from gluon_mgpu.support.subprocesses import Finished
 CHILD = """
 import subprocess, sys, time
 try:
-    print(subprocess.Popen(["sleep", "9999"]).pid, flush=True)  # a child of its own
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)  # a child of its own
     {}
 except KeyboardInterrupt:
     open({!r}, "w")
@@ -39,13 +39,13 @@ def test_output_that_is_read_after_the_program_has_ended_is_complete():
 
 
 def test_a_process_that_detached_itself_and_keeps_the_pipes_is_not_waited_for():
-    code = "import subprocess; print(subprocess.Popen(['sleep', '9999'], start_new_session=True).pid, end='')"
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, end='')"
     finished = run(code)
     assert finished.status == 0 and alive([finished.out])
     os.kill(int(finished.out), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ending, limits, status", [("sys.exit(0)", [None], 0), ("time.sleep(9999)", [1, 9, 81], None)])
+@pytest.mark.parametrize("ending, limits, status", [("sys.exit(0)", [None], 0), ("time.sleep(600)", [1, 9, 81], None)])
 def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over(ending, limits, status):
     for seconds in limits:
         finished = run(CHILD.format(ending, ""), seconds=seconds)
@@ -56,7 +56,7 @@ def test_everything_that_a_program_started_ends_with_it_or_when_its_time_is_over
 
 
 def test_ctrl_c_reaches_the_program_which_may_save_and_then_everything_ends(tmp_path):
-    child = [sys.executable, "-c", CHILD.format("time.sleep(9999)", str(tmp_path / "saved"))]
+    child = [sys.executable, "-c", CHILD.format("time.sleep(600)", str(tmp_path / "saved"))]
     code = f"from gluon_mgpu.support import subprocesses; subprocesses.run({child}, on_line=print)"
     parent = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     pid = int(parent.stdout.readline())
@@ -85,7 +85,7 @@ def test_a_failure_becomes_an_error_in_the_programs_own_words(status, err, kind,
 
 def test_programs_that_run_in_threads_can_be_killed_and_lines_without_an_end_are_read_in_pieces():
     pieces = []
-    program = "import sys, time; sys.stdout.write('x' * 10**6); sys.stdout.flush(); time.sleep(9999)"
+    program = "import sys, time; sys.stdout.write('x' * 10**6); sys.stdout.flush(); time.sleep(600)"
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run, program, on_line=pieces.append)
         wait(lambda: sum(map(len, pieces)) > 900_000)  # the last piece is not complete
