@@ -31,6 +31,9 @@ from gluon_mgpu.support.errors import Error, UsageError
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter
 
+    # Where files come from: (their names, a folder to write to). Old programs' Python 3.8 cannot evaluate this.
+    Source = Callable[[list[str], Path], Iterator[Path]]
+
 DATASETS = ("fashion-mnist", "mnist", "synthetic", "own")
 IMAGE_SHAPE = (1, 28, 28)  # of the built-in data sets: channels, height, width
 LARGEST = 60000  # number of training examples in mnist and fashion-mnist, and the limit for synthetic
@@ -70,7 +73,6 @@ TIMEOUT = (4, 8)  # maximum seconds to connect, and to wait for more data
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 PACKAGES = {"fashion-mnist": "dataset-fashion-mnist"}  # packages in Debian and Ubuntu
 APT_SECONDS = 300
-Source = Callable[[list[str], Path], Iterator[Path]]  # where files come from: (their names, a folder to write to)
 
 
 class Dataset(NamedTuple):

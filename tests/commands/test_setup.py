@@ -37,12 +37,8 @@ def test_without_a_suitable_python_one_line_says_which_are(tmp_path):
 
 
 def test_a_python_that_was_never_tried_is_used_and_one_line_says_so(tmp_path):
-    write_program(
-        tmp_path / "python3",
-        f"""[ "$1" = --version ] && echo Python 3.99 || {sys.executable} -c "import sys
-sys.version_info = (3, 99)
-$2" """,
-    )
+    new = f"""{sys.executable} -c "import sys\nsys.version_info = (3, 99)\n$2" """
+    write_program(tmp_path / "python3", f'[ "$1" = --version ] && echo Python 3.99 || {new}')
     done = find(tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3\n")
     assert done.stderr.count("\n") == 1 and "3.99" in done.stderr
@@ -57,23 +53,31 @@ def test_a_machine_without_a_wheel_of_mxnet_is_refused(tmp_path, machine):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/python3.11\n", "")
 
 
-@pytest.mark.parametrize("fault", ["no network", "no network, and another Python", "no network, and no MXNet", None])
-def test_make_keeps_an_environment_that_cannot_be_updated_and_uses_it_if_it_works(fault, tmp_path):
+OFFLINE = "echo no network >&2; false"
+
+
+@pytest.mark.parametrize(
+    "pip, mxnet, python, works",
+    [
+        ("true", "true", [], True),
+        (OFFLINE, "true", [], True),
+        (OFFLINE, "false", [], False),
+        (OFFLINE, "true", ["PYTHON=./other"], False),
+    ],
+)
+def test_make_keeps_an_environment_that_cannot_be_updated_and_uses_it_if_it_works(pip, mxnet, python, works, tmp_path):
     for name in ("Makefile", "setup.cfg", "scripts"):
         os.symlink(ROOT / name, tmp_path / name)
-    python, stamp = tmp_path / ".venv/bin/python", tmp_path / ".venv/.installed"
-    pip = "true" if fault is None else "echo no network >&2; false"
-    mxnet = "false" if fault and "MXNet" in fault else "true"
-    write_program(python, f"""case "$*" in *pip*) {pip} ;; *mxnet*) {mxnet} ;; *version*) echo 1 ;; esac""")
+    venv, stamp = tmp_path / ".venv", tmp_path / ".venv/.installed"
+    write_program(venv / "bin/python", f'case "$*" in *pip*) {pip} ;; *mxnet*) {mxnet} ;; *version*) echo 1 ;; esac')
     write_program(tmp_path / "other", 'case "$*" in "-m venv"*) mkdir .venv; touch .venv/new ;; *) echo 2; esac')
     stamp.touch()
     os.utime(stamp, (1, 1))  # older than setup.cfg
-    other = ["PYTHON=./other"] if fault and "Python" in fault else []
-    done = finished("make", "install", *other, cwd=tmp_path, env={**os.environ, "MAKEFLAGS": ""})
-    assert python.exists() and (stamp.stat().st_mtime == 1) == (fault is not None)
-    assert not (tmp_path / ".venv.old").exists() and not (tmp_path / ".venv/new").exists()
-    assert (done.returncode == 0) == (fault in ("no network", None)), done
-    assert ("used as it is" in done.stdout) == (fault == "no network")
+    done = finished("make", "install", *python, cwd=tmp_path, env={**os.environ, "MAKEFLAGS": ""})
+    assert (done.returncode == 0) is works, done
+    assert {path.name for path in venv.iterdir()} == {"bin", ".installed"} and not (tmp_path / ".venv.old").exists()
+    assert (stamp.stat().st_mtime > 1) == (pip == "true")
+    assert ("used as it is" in done.stdout) == (works and pip == OFFLINE)
 
 
 def run(*command, cwd):

@@ -52,11 +52,8 @@ class Site:
 
     def python(self, code, driver=DRIVER, **environment):
         start = f"from gluon_mgpu.compat import cuda; cuda.DRIVER = {driver!r}\n"
-        return python(
-            start + textwrap.dedent(code),
-            PYTHONPATH=os.pathsep.join(map(str, [self.folder, *self.later])),
-            **environment,
-        )
+        path = os.pathsep.join(map(str, [self.folder, *self.later]))
+        return python(start + textwrap.dedent(code), PYTHONPATH=path, **environment)
 
     def opened(self, before="", after=""):
         """The libraries that `open_libraries` opens, in order. before, after: more code."""
@@ -236,26 +233,18 @@ def with_kernels(installed):
     build.link({"all": build.NAMES.read_text().split()}, kernels / "sm_90.so", "run compile")
 
     def run(*command):
-        done = installed(
-            *command,
-            **{"PYTHONPATH": str(folder / "site"), "LD_LIBRARY_PATH": str(links), "FAKE_GPUS": "2"},
-            XDG_CACHE_HOME=str(folder / "cache"),
-        )
+        paths = {"PYTHONPATH": "site", "LD_LIBRARY_PATH": "site/nvidia/fake/lib", "XDG_CACHE_HOME": "cache"}
+        done = installed(*command, FAKE_GPUS="2", **{name: str(folder / path) for name, path in paths.items()})
         missing = kernels / build.MISSING
         return done, missing.read_text() if missing.exists() else ""
 
     return run
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "scratch",
-        "highlevel --momentum 0.9",
-        "highlevel --model resnet18 --no-hybridize",
-        "sharded --zero 3",
-    ],
-)
+LESSONS = ["scratch", "highlevel --momentum 0.9", "highlevel --model resnet18 --no-hybridize", "sharded --zero 3"]
+
+
+@pytest.mark.parametrize("options", LESSONS)
 @pytest.mark.cuda_wheels
 def test_the_lessons_launch_only_kernels_that_are_compiled(with_kernels, options):
     done, missing = with_kernels(*TRAIN, "--device", "gpu", "--impl", *options.split())

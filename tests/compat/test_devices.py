@@ -1,14 +1,10 @@
 import ctypes
 import os
-import shutil
-import subprocess
 
 import mxnet as mx
 import pytest
-from runs import ROOT, output
 
 from gluon_mgpu.compat import cuda, devices
-from gluon_mgpu.data import splitting
 from gluon_mgpu.support.errors import Error, UsageError
 
 
@@ -106,13 +102,6 @@ def test_a_gpu_that_mxnet_has_no_kernels_for_is_refused_by_name(monkeypatch, nam
     assert devices.contexts(1) == [mx.gpu(0)]
 
 
-def test_shards_are_in_proportion_to_the_shares():
-    for examples, shares, sizes in ((6, (1, 1, 1), [2, 2, 2]), (10, (80, 10, 10), [8, 1, 1])):
-        assert splitting.shard_sizes(examples, 3, shares) == sizes
-    assert splitting.shard_sizes(5, 3, (98, 1, 1)) == [3, 1, 1]  # every device gets an example
-    assert splitting.shard_sizes(2, 3, (1, 1, 98)) == [1, 1, 0]
-
-
 class Driver:
     """Stands in for libcuda.so.1 on a machine with an A100. status: what cuInit returns."""
 
@@ -144,32 +133,3 @@ def test_the_driver_says_which_gpus_it_shows(monkeypatch, status, gpus):
             cuda.driver_gpus()
     else:
         assert cuda.driver_gpus() == gpus
-
-
-CUDART = """
-static int now;
-int cudaGetDeviceCount(int *count) { *count = GPUS; return 0; }
-int cudaSetDevice(int device) { now = device; return device < GPUS ? 0 : 101; }
-int cudaGetDevice(int *device) { *device = now; return 0; }
-int cudaMemcpyAsync(void *to, void *from, unsigned long n, int kind, void *s) { return kind; }
-int cudaMemcpyPeerAsync(void *to, int at, void *from, int its, unsigned long n, void *s) { return 100 * at + its; }
-"""
-
-
-@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-@pytest.mark.parametrize("gpus, printed", [(1, "2 0 1 3"), (3, "3 0 1 102")])
-def test_one_gpu_can_be_shown_as_two_devices_and_more_gpus_stay_as_they_are(tmp_path, gpus, printed):
-    source, cc = ROOT / "tests/two_devices.c", ["cc", "-shared", "-fPIC"]
-    subprocess.run([*cc, "-o", tmp_path / "two.so", source, "-ldl"], check=True)
-    cudart = [*cc, f"-DGPUS={gpus}", "-x", "c", "-", "-o", tmp_path / "libcudart.so.11.0"]
-    subprocess.run(cudart, input=CUDART, text=True, check=True)
-    code = """
-        import ctypes
-        cuda, value = ctypes.CDLL(None), ctypes.c_int()
-        cuda.cudaGetDeviceCount(ctypes.byref(value))
-        print(value.value, cuda.cudaSetDevice(1), end=" ")
-        cuda.cudaGetDevice(ctypes.byref(value))
-        print(value.value, cuda.cudaMemcpyPeerAsync(None, 1, None, 2, 0, None))
-    """
-    environment = {"LD_PRELOAD": str(tmp_path / "two.so"), "LD_LIBRARY_PATH": str(tmp_path)}
-    assert output(code, **environment) == f"{printed}\n"

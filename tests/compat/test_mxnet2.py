@@ -1,9 +1,8 @@
-"""MXNet 2 with the names of 1.9.1 that the lessons use, and what `run` says about removed names: `make test-mxnet2`."""
+"""MXNet 2 with the names of 1.9.1 that the lessons use: `make test-mxnet2`."""
 
 import mxnet as mx
 import numpy as np
 import pytest
-import runs
 from mxnet import autograd, gluon, nd
 
 pytestmark = pytest.mark.skipif(mx.__version__ < "2", reason="needs MXNet 2")
@@ -42,9 +41,3 @@ def test_a_parameter_is_written_through_its_arrays():
     dense.initialize()
     dense.weight.data()[:] = 7
     assert dense.weight.data().asnumpy().tolist() == [[7, 7]]
-
-
-def test_run_says_which_mxnet_has_what_mxnet_2_lacks(tmp_path):
-    (tmp_path / "old.py").write_text("import mxnet as mx\nmx.mod.Module")
-    done = runs.gluon_mgpu("run", "--here", "old.py", cwd=tmp_path)
-    assert done.returncode == 1 and "'mod'" in done.stderr and "--here" in done.stderr

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,9 @@ import pytest
 import runs
 import tiny
 from parity import examples
-from runs import arrays
 
 from gluon_mgpu.commands import kernel
 from gluon_mgpu.data import datasets
-from gluon_mgpu.support import subprocesses
 
 pytest.importorskip("nbclient", reason="needs nbclient")
 import jupyter_client  # noqa: E402
@@ -31,18 +30,22 @@ RUN = [sys.executable, "-m", "gluon_mgpu", "run", "--here"]
 
 
 @pytest.fixture
-def environment(tmp_path):
-    folders = {"JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
-    return {**subprocesses.users_environment(), **folders}
+def environment(tmp_path, stock):
+    return {**stock, "JUPYTER_DATA_DIR": str(tmp_path / "jupyter"), "IPYTHONDIR": str(tmp_path / "ipython")}
 
 
-def write(path, cells):
-    """A notebook that names a kernel that is not installed, with old outputs."""
-    output = nbformat.v4.new_output("stream", text="old\n")
-    cells = [nbformat.v4.new_code_cell(cell, outputs=[output]) for cell in cells]
-    metadata = {"kernelspec": {"name": "conda_mxnet_p36", "display_name": "gone", "language": "python"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path)
-    return path
+@pytest.fixture
+def notebook(tmp_path):
+    """notebook(*cells) writes a notebook that names a kernel that is not installed, with old outputs."""
+
+    def write(*cells):
+        output = nbformat.v4.new_output("stream", text="old\n")
+        cells = [nbformat.v4.new_code_cell(cell, outputs=[output]) for cell in cells]
+        metadata = {"kernelspec": {"name": "conda_mxnet_p36", "display_name": "gone", "language": "python"}}
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "old.ipynb")
+        return tmp_path / "old.ipynb"
+
+    return write
 
 
 def outputs(path):
@@ -52,34 +55,32 @@ def outputs(path):
 
 
 @pytest.mark.slow
-def test_a_notebook_is_executed_and_written_to_another_file(tmp_path, environment):
-    path = write(tmp_path / "old.ipynb", ["import mxnet as mx", "print(mx.gpu(1))"])
+def test_a_notebook_is_executed_and_written_to_another_file(tmp_path, environment, notebook):
+    path = notebook("import mxnet as mx", "print(mx.gpu(1))")
     before = path.read_bytes()
     run = runs.finished(*RUN, "--out", tmp_path / "new.ipynb", path, env=environment)
     assert run.returncode == 0 and path.read_bytes() == before, run.stderr
     assert "cpu(2)\n" in outputs(tmp_path / "new.ipynb")[1]
 
 
-def test_a_cell_that_fails_is_the_last_with_outputs(tmp_path, environment):
-    path = write(tmp_path / "old.ipynb", ["print(1)", "import gluonbook", "print(3)"])
+def test_a_cell_that_fails_is_the_last_with_outputs(environment, notebook):
+    path = notebook("print(1)", "import gluonbook", "print(3)")
     run = runs.finished(*RUN, path, env=environment)
     assert run.returncode == 1 and "--with gluonbook==" in run.stderr.splitlines()[-1]
     assert outputs(path) == ["1\n", "ModuleNotFoundError", ""]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wait, count", [("import time; time.sleep(60)", 1), ("import ctypes; ctypes.PyDLL(None).sleep(60)", 2)]
-)
-def test_ctrl_c_ends_a_cell_and_a_second_one_kills_a_long_call(tmp_path, environment, wait, count):
-    path = write(tmp_path / "old.ipynb", [f"print(1); open('started', 'w').close(); {wait}", "print(2)"])
+@pytest.mark.parametrize("wait, once", [("import time; time", True), ("import ctypes; ctypes.PyDLL(None)", False)])
+def test_ctrl_c_ends_a_cell_and_a_second_one_kills_a_long_call(tmp_path, environment, notebook, wait, once):
+    path = notebook(f"print(1); open('started', 'w').close(); {wait}.sleep(9999)", "print(2)")
     process = subprocess.Popen([*RUN, str(path)], env=environment, stderr=subprocess.PIPE, text=True)
-    runs.wait((tmp_path / "started").exists, 100)
-    for _ in range(count):
+    runs.wait((tmp_path / "started").exists)
+    process.send_signal(signal.SIGINT)
+    while not once and process.poll() is None:
+        time.sleep(0.5)  # signals that come at once are one signal
         process.send_signal(signal.SIGINT)
-        with runs.suppress(subprocess.TimeoutExpired):
-            process.wait(3)
-    error = process.communicate(timeout=50)[1]
+    error = process.communicate(timeout=runs.HORIZON)[1]
     assert process.returncode == 130 and "Traceback" not in error, error
     assert outputs(path)[0].startswith("1\n") and outputs(path)[1] == ""
 
@@ -111,12 +112,13 @@ def test_the_kernel_prepares_its_process_and_after_an_interrupt_the_next_cell_ru
                 [mx.nd.dot(a, a).wait_to_read() for a in x]
         """
         cell = client.execute(code, stop_on_error=False)  # otherwise, a cell sent right after the error is aborted
-        runs.wait((tmp_path / "started").exists, 100)
+        runs.wait((tmp_path / "started").exists)
         manager.interrupt_kernel()
-        replies = iter(lambda: client.get_shell_msg(timeout=60), None)
+        replies = iter(lambda: client.get_shell_msg(timeout=runs.HORIZON), None)
         reply = next(reply for reply in replies if reply["parent_header"]["msg_id"] == cell)
         assert reply["content"]["ename"] == "KeyboardInterrupt"
-        reply = client.execute("assert mx.nd.dot(x[1], x[1]).min().asscalar() == 500", reply=True, timeout=60)
+        code = "assert mx.nd.dot(x[1], x[1]).min().asscalar() == 500"
+        reply = client.execute(code, reply=True, timeout=runs.HORIZON)
         assert reply["content"]["status"] == "ok", reply["content"]
     finally:
         client.stop_channels()
@@ -133,47 +135,23 @@ def original(tmp_path, environment):
         subset = datasets.Dataset(data, images[:n], labels[:n], test_images[: n // 4], test_labels[: n // 4], source="")
         hashes = {data: tiny.write(tmp_path / data, subset)}
         # Jupyter runs this file before the first cell.
-        start = tmp_path / "ipython" / "profile_default" / "startup" / "start.py"
-        start.parent.mkdir(parents=True)
-        start.write_text(f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n")
-        path = tmp_path / name
-        path.write_bytes(ORIGINALS.with_name(name).read_bytes())
+        start = f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n"
+        tiny.put(tmp_path / "ipython/profile_default/startup", {"start.py": start.encode()})
+        tiny.put(tmp_path, {name: ORIGINALS.with_name(name).read_bytes()})
+        options = ["--cpu", "--with", "gluonbook==0.8.10", "--gpus", gpus, "--data-dir", tmp_path]
         env = {**environment, "MXNET_HOME": str(tmp_path)}  # FashionMNIST writes into ~/.mxnet
-        options = ["--cpu", "--gpus", gpus, "--data-dir", tmp_path]
-        ended = runs.gluon_mgpu("run", *options, path, env=env, timeout=900)
+        ended = runs.gluon_mgpu("run", *options, tmp_path / name, env=env, timeout=900)
         assert ended.returncode == 0, ended.stderr
-        return "".join(outputs(path))
+        return "".join(outputs(tmp_path / name))
 
     return run
 
 
-GLUONBOOK = """  # what the original imports from the package of this name
-from mxnet.gluon.data import DataLoader
-from mxnet.gluon.data.vision import FashionMNIST, transforms
-
-def load_data_fashion_mnist(batch_size):
-    data = (FashionMNIST(train=train).transform_first(transforms.ToTensor()) for train in (True, False))
-    return [DataLoader(dataset, batch_size) for dataset in data]
-
-def sgd(params, lr, batch_size):
-    for param in params:
-        param[:] = param - lr * param.grad / batch_size
-
-def evaluate_accuracy(data_iter, net, ctx):
-    right = count = 0
-    for X, y in data_iter:
-        classes = net(X.as_in_context(ctx)).argmax(axis=1).asnumpy()
-        right, count = right + (classes == y.asnumpy()).sum(), count + len(y)
-    return right / count
-"""
-
-
 @needs_originals
 @pytest.mark.slow
-def test_the_original_from_scratch_prints_the_books_values(original, tmp_path):
-    (tmp_path / "gluonbook.py").write_text(GLUONBOOK)
+def test_the_original_from_scratch_prints_the_books_values(original):
     text = original("multiple-gpus.ipynb", 2, "fashion-mnist", 512)
-    bias, grad, *reduced, batch, half, other_half = arrays(text)
+    bias, grad, *reduced, batch, half, other_half = runs.arrays(text)
     for array, context in (bias, grad):
         assert (array.tolist(), context) == (examples.COPIED_BIAS, "cpu(1)")
     sums = [*examples.ALLREDUCE["before"], *examples.ALLREDUCE["after"]]
@@ -188,7 +166,7 @@ def test_the_original_from_scratch_prints_the_books_values(original, tmp_path):
 @pytest.mark.slow
 def test_the_original_with_gluon_has_equal_replicas_and_learns(original):
     text = original("multiple-gpus-gluon.ipynb", 4, "mnist", 4096)
-    scores, weights, grads = (arrays(text)[i : i + 4] for i in (0, 4, 8))
+    scores, weights, grads = (runs.arrays(text)[i : i + 4] for i in (0, 4, 8))
     for printed in (scores, weights, grads):
         assert [context for _, context in printed] == [f"cpu({i + 1})" for i in range(4)]
     for (weight, _), (grad, _) in zip(weights[1:], grads[1:]):

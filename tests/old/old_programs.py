@@ -1,0 +1,173 @@
+"""Programs for MXNet 1.x on GPUs. `gluon-mgpu run` runs this file, which prints {program: its traceback}."""
+
+import copy
+import itertools
+import json
+import pickle
+import traceback
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon.utils import split_and_load
+
+GPUS = [mx.gpu(i) for i in range(4)]
+
+
+def gpu_i_is_cpu_context_i_plus_1():
+    assert [*map(str, GPUS[:2])] == ["cpu(1)", "cpu(2)"] and mx.Context("gpu", 1) == mx.gpu(1) != mx.cpu(1)
+    with mx.gpu(1):
+        zero = nd.zeros(1)
+    assert zero.context == GPUS[1] and zero.asscalar() == 0
+    mx.gpu(1).empty_cache()
+    context = mx.Context.__new__(mx.Context)
+    vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
+    assert pickle.loads(pickle.dumps(context)) == GPUS[1]
+    assert mx.kv.create("nccl").type == "device"
+
+
+def an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
+    pinned = next(iter(gluon.data.DataLoader(nd.ones((4, 3)), 4, pin_memory=True)))
+    for host in (nd.ones((4, 3)), pinned):
+        for on_gpu in (host.as_in_context(GPUS[0]), *split_and_load(host, GPUS[:1])):
+            assert host.context.device_type in ("cpu", "cpu_pinned") and on_gpu.context == GPUS[0]
+            on_gpu += 1
+            assert on_gpu.sum().asscalar() == 24 == 2 * host.sum().asscalar()
+            on_host = on_gpu.as_in_context(mx.cpu())
+            on_gpu += 1
+            assert on_host.sum().asscalar() == 24
+
+
+def arrays_return_to_the_gpu_on_which_they_were_saved():
+    sparse = nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=GPUS[0])
+    for a in (nd.ones((2, 3), GPUS[0]), sparse):
+        assert copy.deepcopy(a).context == pickle.loads(pickle.dumps(a)).context == GPUS[0]
+    arrays = {"host": nd.ones(3), "half": nd.ones(3, GPUS[1], "float16"), "gpu": nd.ones(2, GPUS[0])}
+    nd.save("dict", arrays)
+    nd.save("list", list(arrays.values()))
+    for found in (nd.load("dict"), dict(zip(arrays, nd.load("list")))):
+        for name, a in arrays.items():
+            assert found[name].context == a.context and (found[name].asnumpy() == a.asnumpy()).all()
+
+
+def updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus():
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize(ctx=GPUS[:2])
+    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
+    for c in GPUS[:2]:
+        with autograd.record():
+            loss = net(nd.ones((1, 2), c))
+        loss.backward()
+    trainer.step(1)
+    assert trainer._updaters[0].optimizer._all_index_update_counts == {0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}
+
+
+def fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet():
+    for n, sizes in ((2, [1, 1]), (5, [2, 1, 1, 1])):
+        shards = split_and_load(nd.ones((n, 3)), GPUS, even_split=False)
+        assert [(len(x), x.context) for x in shards] == list(zip(sizes, GPUS))
+    with pytest.raises(ValueError):
+        split_and_load(nd.ones((2, 3)), GPUS)
+
+
+def names_of_early_versions_exist_and_a_constant_may_be_a_list():
+    assert mx.gluon.autograd.record and mx.optimizer.sgd_mom_update
+    constant, a = mx.init.Constant([[0, 1], [1, 0]]), nd.zeros((2, 2))
+    constant(mx.init.InitDesc("a_weight"), a)
+    assert a.asnumpy().tolist() == [[0, 1], [1, 0]]
+    for value, text in ((constant, "[[0, 1], [1, 0]]"), (mx.init.Constant(np.ones(2)), "[1.0, 1.0]")):
+        assert mx.sym.var("a", init=value).attr("__init__") == f'["constant", {{"value": {text}}}]'
+
+
+def metrics_reset_and_count_as_in_early_versions_of_mxnet():
+    class Tasks(mx.metric.EvalMetric):  # early versions called reset also for reset_local
+        def reset(self):
+            if not hasattr(self, "sum_metric"):
+                self.sum_metric = self.num_inst = 0
+            self.sum_metric = [0, 0]
+
+    class Two(mx.metric.EvalMetric):  # as before MXNet 1
+        def __init__(self):
+            super().__init__("two", 2)
+
+        def update(self, labels, preds):
+            for i, pred in enumerate(preds):
+                self.sum_metric[i] += pred.sum().asscalar()
+                self.num_inst[i] += pred.size
+
+    tasks, two, top = Tasks("tasks"), Two(), mx.metric.TopKAccuracy(20)  # more than there are classes
+    tasks.reset_local()
+    two.update_dict({}, {"a": nd.ones(4), "b": nd.zeros(2)})
+    top.update([nd.array([2, 0])], [nd.array([[0, 1, 2], [1, 0, 2]])])
+    assert tasks.sum_metric == [0, 0] and two.num == 2 and mx.metric.Accuracy().num is None
+    assert two.get_name_value() == [("two_0", 1), ("two_1", 0)] and (top.get()[1], top.top_k) == (1, 20)
+
+
+def conv1d_before_batch_norm_trains_with_any_number_of_channels():
+    X = nd.random.normal(shape=(8, 16, 40))
+    for hybridize, (dilation, groups) in itertools.product((False, True), ((1, 1), (2, 4))):  # MXNet fails with (1, 1)
+        net = gluon.nn.HybridSequential()
+        convolution = gluon.nn.Conv1D(16, 3, 2, 1, dilation, groups, activation="relu", weight_initializer="normal")
+        net.add(convolution, gluon.nn.BatchNorm(scale=False), gluon.nn.Conv1D(1, 1, use_bias=False))
+        net.initialize(mx.init.One())
+        net.hybridize(hybridize)
+        with autograd.record():
+            Y = net(X)
+            cubes = Y**3
+        cubes.backward()
+        weight, bias = convolution.weight, convolution.bias
+        assert weight.shape == (16, 16 // groups, 3) and len(Y) == 8
+        assert np.isfinite(Y.asnumpy()).all() and np.abs(weight.grad().asnumpy()).max() > 0
+        kernel = {"kernel": (1, 3), "stride": (1, 2), "pad": (0, 1), "dilate": (1, dilation), "num_group": groups}
+        two = nd.Convolution(X.expand_dims(2), weight.data().expand_dims(2), bias.data(), num_filter=16, **kernel)
+        assert nd.abs(convolution(X) - nd.relu(two).squeeze(2)).max().asscalar() < 1e-5
+
+
+def an_error_of_mxnet_on_cpus_ends_with_what_to_do():
+    with pytest.raises(mx.MXNetError) as half:
+        nd.Convolution(
+            *(nd.ones((1, 1, 2, 2), dtype="float16"),) * 2, kernel=(2, 2), num_filter=1, no_bias=True
+        ).asnumpy()
+    x, weight = nd.ones((8, 16, 40)), nd.ones((16, 16, 3))
+    x.attach_grad()
+    with autograd.record():
+        y = nd.Convolution(x, weight, kernel=(3,), num_filter=16, no_bias=True)
+        z = nd.BatchNorm(y, *[nd.ones(16) for _ in range(4)])
+    z.backward()
+    with pytest.raises(mx.MXNetError) as one_dimensional:
+        nd.waitall()
+    for error, advice in ((half, "use float32"), (one_dimensional, "MXNET_MKLDNN_ENABLED=0")):
+        assert advice in str(error.value).splitlines()[-1]
+
+
+def sync_batch_norm_on_two_gpus_is_batch_norm_on_one():
+    X = nd.random.normal(shape=(4, 3, 6, 6))
+
+    def gradients(layer, ctx):
+        net = gluon.nn.Sequential()
+        for _ in range(20):  # so many hang with MXNet's default number of temporary spaces
+            net.add(gluon.nn.Conv2D(3, 3, padding=1), layer())
+        net.initialize(mx.init.One(), ctx=ctx)
+        shards = split_and_load(X, ctx)
+        for x in shards:
+            x.attach_grad()
+        with autograd.record():
+            losses = [(net(x) ** 3).sum() for x in shards]
+        autograd.backward(losses)
+        return np.concatenate([x.grad.asnumpy() for x in shards])
+
+    sync = gradients(lambda: gluon.contrib.nn.SyncBatchNorm(num_devices=2), GPUS[:2])
+    np.testing.assert_allclose(sync, gradients(gluon.nn.BatchNorm, GPUS[:1]), atol=1e-3 * np.abs(sync).max())
+
+
+PROGRAMS = {name: value for name, value in globals().items() if getattr(value, "__module__", "") == __name__}
+
+if __name__ == "__main__":
+    failed = {}
+    for name, program in PROGRAMS.items():
+        try:
+            program()
+        except BaseException:
+            failed[name] = traceback.format_exc()
+    print(json.dumps(failed))
