@@ -52,7 +52,7 @@ class _Child:
     def __init__(self, function: Callable[[Send], None]) -> None:
         self.connection, end = FORK.Pipe()
         self.failure = ""
-        self.process = FORK.Process(target=_run, args=(function, end))
+        self.process = FORK.Process(target=_run, args=(function, end, os.getpid()))
         self.process.start()
         end.close()
 
@@ -117,12 +117,12 @@ def _stage(children: Sequence[_Child], outcome: Outcome, seconds: float) -> list
     return [messages[rank] for rank in sorted(messages)]
 
 
-def _run(function: Callable[[Send], None], end: Connection) -> None:
-    """What each process does. It sends (result, why it failed)."""
+def _run(function: Callable[[Send], None], end: Connection, parent: int) -> None:
+    """What each process does. It sends (result, why it failed). parent: the process that started it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, however it ends
-    if os.getppid() == 1 != os.getpid():
-        os._exit(1)  # it has ended
+    if os.getppid() != parent:  # it has ended
+        os._exit(1)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
