@@ -223,7 +223,7 @@ class PyTorchFile(PyTorch):
 
     def _step(self, state: Any, batch: Any) -> Any:
         more = (state["params"], LR) if isinstance(state, dict) and "params" in state else state
-        return self.module.train_batch(*batch, *more)
+        return self.module.train_batch(*(batch if isinstance(batch, (list, tuple)) else [batch]), *more)
 
     def _draw(self, i: int, n: int) -> Any:
         """The file's own `example_batch(n)`, or images."""
