@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import accuracy
+from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Send
 
@@ -88,7 +88,7 @@ class JAX(Driver):
             return
         module = processes.load(self.file)
         X, _ = self.batch(0, 11)
-        yield "accuracy", accuracy.of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
+        yield "accuracy", of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
 
 
 def arrays(params: Any) -> Arrays:

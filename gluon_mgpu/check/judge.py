@@ -143,6 +143,8 @@ def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool =
         reports.append(report)
         if not report.same:
             return report
+    warnings = [note for report in reports[1:] for note in report.notes if note.startswith("warning")]
+    reports[0].notes = [*dict.fromkeys([*reports[0].notes, *warnings])]
     return reports[0]
 
 
@@ -233,10 +235,10 @@ class _Comparison:
         sessions = [self.several, self.one]
         double = all(len(session.steps) > i for session in self.double)
         several, one = (session.steps[i] for session in (self.double if double else sessions))
-        statistics = self.statistics if self.synced else ()
+        statistics = () if self.synced else self.statistics
         changes = self.several.steps[i].changes
         return (
-            bool(differ([{n: a for n, a in change.items() if n not in statistics} for change in changes]))
+            bool(differ([{n: change[n] for n in statistics} for change in changes]))
             or self._updates_differ(several, one, double)
             or bool(_losses(several.losses, one.losses, self.sizes[i]))
         )
@@ -295,6 +297,10 @@ class _Comparison:
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
+        changes = self.several.steps[0].changes
+        if rounded := differ([{n: a for n, a in c.items() if n not in self.statistics} for c in changes]):
+            advice = "add in the same order in each, or they drift apart"
+            self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
         if self.one.facts.get("left"):
             cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
@@ -399,8 +405,6 @@ class Evidence:
             return f"after a step, the replicas have different parameters ({names}); {advice}"
         if names := differ([{n: change[n] for n in self.statistics} for change in self.changes]):
             return f"the replicas have different running statistics ({names}); average or broadcast them, as DDP does"
-        if not self.is_wrong() and (names := differ(self.changes)):
-            return f"the replicas have parameters that differ by rounding ({names}); add in the same order in each"
         return ""
 
     def update(self, right_if_alike: bool) -> str:

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import accuracy
+from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.support.errors import UsageError
@@ -188,8 +188,8 @@ class PyTorch(Driver):
                 losses = take_step(state, part)
                 if world > 1:
                     watch.refuse_unfinished()
-                after = read(state)
-                params, changes = named(state), {name: a - now.get(name, a) for name, a in after.items()}
+                after = {**now, **read(state)}
+                params, changes = named(state), {name: after[name] - a for name, a in now.items()}
                 losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
                 moved = any(a.any() for a in changes.values())
                 left = [p for p in params.values() if moved and p.grad is not None and p.grad.any()]
@@ -205,7 +205,7 @@ class PyTorch(Driver):
                 if clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
-                now = after
+                now = {name: after[name] for name in now}  # without arrays that the step has created
 
 
 class PyTorchFile(PyTorch):
@@ -253,7 +253,7 @@ class PyTorchFile(PyTorch):
             model = state["params"] if isinstance(state, dict) else state[0]
             net = model.eval() if isinstance(model, nn.Module) else None
             X = torch.tensor(Driver.batch(self, 0, 11)[0])
-            send(accuracy.of_file(self.module, X, torch.tensor, model, net))
+            send(of_file(self.module, X, torch.tensor, model, net))
 
         outcome = self._group(k, evaluate)
         failure = f"evaluate_accuracy fails: {outcome.failure}"
@@ -322,12 +322,16 @@ def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
 
 
 def named(state: Any) -> dict[str, Tensor]:
-    """The parameters and other floating-point tensors of a state, by name."""
+    """The parameters and other floating-point tensors of a state, by name. If there is a network, what only an
+    optimizer has is left out: it may be a part of the parameters, a different one in each process."""
     tensors: dict[str, Tensor] = {}
+    has_network = any(True for module in found_modules(state) for _ in module.parameters())
     for name, value in walk(state):
         if isinstance(value, nn.Module):
             found = {PREFIX.sub("", n): a for n, a in [*value.named_parameters(), *value.named_buffers()]}
         elif isinstance(value, Optimizer):
+            if has_network:
+                continue
             params = [p for group in value.param_groups for p in group["params"]]
             found = {f"{name}.{i}": p for i, p in enumerate(params)}
         else:
