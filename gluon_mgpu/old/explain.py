@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 import tokenize
 from types import TracebackType
@@ -11,8 +12,17 @@ from types import TracebackType
 from gluon_mgpu.old import packages
 from gluon_mgpu.support import log
 
-PYTHON_2_MODULES = "ConfigParser HTMLParser Queue StringIO __builtin__ cPickle cStringIO httplib urllib2 urlparse"
-PYTHON_2_NAMES = "basestring long raw_input reduce unichr unicode xrange"
+# Parts of the messages of errors that only programs for Python 2 cause
+PYTHON_2 = (
+    r"name '(basestring|long|raw_input|reduce|reload|unichr|unicode|xrange)' is not defined",
+    r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
+    r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
+    r"module 'itertools' has no attribute '(ifilter|imap|izip)'",
+    r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)'",
+    r"module 'sys' has no attribute 'maxint'|module 'string' has no attribute '(join|letters|lowercase|maketrans)'",
+    r"'dict' object has no attribute '(has_key|iteritems|iterkeys|itervalues)'",
+)
+PACKAGES = "mxnet|numpy|pandas|scipy|matplotlib|PIL"  # those of which `run` chooses the version, and the current one
 
 
 def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None, *, here: bool) -> None:
@@ -20,7 +30,8 @@ def explain(kind: type[BaseException], error: BaseException, traceback: Tracebac
     `sys.excepthook`. here: the program runs in the current environment, with `--here`."""
     old = python_2_file(error)
     if old is not None:
-        return log.error(f"{old} is written for Python 2: convert it with `gluon-mgpu run -m lib2to3 -w {old}`")
+        convert = f"gluon-mgpu run -m lib2to3 -w {shlex.quote(old)}"
+        return log.error(f"{old} is written for Python 2: convert it with `{convert}`")
     sys.__excepthook__(kind, error, traceback)
     while error.__context__:  # MXNet hides which module it could not import
         error = error.__context__
@@ -30,11 +41,13 @@ def explain(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
 
 def advice_on(message: str, here: bool = False) -> str:
-    """What to do about the message of an ImportError or AttributeError; empty if unknown. here: see `explain`."""
+    """What to do about the message of an error; empty if unknown. here: see `explain`."""
+    if is_python_2(message):
+        return "this is written for Python 2: convert it with 2to3"
     requirement = next((edition for pattern, edition in packages.EDITIONS if re.search(pattern, message)), None)
     if requirement:
         return f"the program is for another edition of the book: `gluon-mgpu run --with {requirement} ...`"
-    if re.match(r"module '\w+(\.\w+)*' has no attribute", message):
+    if re.match(rf"module '({PACKAGES})(\.\w+)*' has no attribute", message):
         if here:
             return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
         return "if the program is for newer packages, use those of the current environment: `gluon-mgpu run --here ...`"
@@ -49,34 +62,31 @@ def advice_on(message: str, here: bool = False) -> str:
 def python_2_file(error: BaseException) -> str | None:
     """The file of a program for Python 2, if this error shows that it is one."""
     if isinstance(error, SyntaxError):
-        return error.filename if error.filename and _is_python_2(error.filename) else None
-    found = re.fullmatch(r"(?:name|No module named) '(\w+)'(?: is not defined.*)?", str(error))
-    known = {NameError: PYTHON_2_NAMES, ModuleNotFoundError: PYTHON_2_MODULES}.get(type(error), "")
-    if found is None or found[1] not in known.split():
-        return None
+        return error.filename if error.filename and _is_converted(error.filename) else None
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    return place.tb_frame.f_code.co_filename if place else None
+    return place.tb_frame.f_code.co_filename if place and is_python_2(str(error)) else None
 
 
-def _is_python_2(path: str) -> bool:
-    """Whether 2to3 can parse a file, but Python 3 cannot."""
+def is_python_2(message: str) -> bool:
+    """Whether only a program for Python 2 causes an error with this message."""
+    return any(re.match(pattern, message) for pattern in PYTHON_2)
+
+
+def _is_converted(path: str) -> bool:
+    """Whether Python 3 can parse a file only after 2to3 has converted it."""
     try:
-        from lib2to3 import pygram, pytree
-        from lib2to3.pgen2 import driver, parse
+        from lib2to3 import refactor
 
         with tokenize.open(path) as file:
             text = f"{file.read()}\n"
-    except (ImportError, OSError, SyntaxError, UnicodeDecodeError):  # Python 3.13 removed lib2to3
+        tool = refactor.RefactoringTool(refactor.get_fixers_from_package("lib2to3.fixes"))
+        ast.parse(str(tool.refactor_string(text, path)))
+    except Exception:  # lib2to3 has errors of its own, and does not exist in Python 3.13
         return False
     try:
         ast.parse(text)
         return False
     except SyntaxError:
-        pass
-    try:
-        driver.Driver(pygram.python_grammar, pytree.convert).parse_string(text)
         return True
-    except (parse.ParseError, tokenize.TokenError, IndentationError):
-        return False

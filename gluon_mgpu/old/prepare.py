@@ -43,6 +43,8 @@ def environment(settings: Preparation, python: str | Path = sys.executable) -> d
     startup_first = os.pathsep.join(filter(None, [str(STARTUP), users.get("PYTHONPATH")]))
     commands_first = os.pathsep.join(filter(None, [os.path.dirname(python), users.get("PATH")]))
     ours = {"PYTHONPATH": startup_first, "PATH": commands_first, VARIABLE: json.dumps(asdict(settings))}
+    if not settings.here:
+        ours["PIP_USER"] = "1"  # so that `!pip install` in a notebook fails, and does not change all programs' packages
     return {**users, **ours}
 
 

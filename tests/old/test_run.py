@@ -76,6 +76,9 @@ NEEDS = {  # {program: what its last line advises}
     "print 'a'": "run -m lib2to3 -w",
     "for i in xrange(3):\n    pass": "run -m lib2to3 -w",
     "import cPickle": "run -m lib2to3 -w",
+    "from itertools import izip": "run -m lib2to3 -w",
+    "{}.iteritems()": "run -m lib2to3 -w",
+    "def f(async): pass": "SyntaxError",  # which 2to3 leaves as it is
 }
 
 
