@@ -170,17 +170,37 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
     assert ("velocities" in capsys.readouterr().err) != has_state
 
 
-LAZY = "{device: nd.ones(2)} if len(calls) > 2 else {}"  # 2 calls: before the first step, one for each device
+STATE_OF_STEPS = """
+
+import numpy as np
+
+made, original = {}, forward_backward
 
 
-@pytest.mark.parametrize("argument", ["device", ""])
-@pytest.mark.parametrize("returned", ["None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}", LAZY])
+def forward_backward(*args):
+    made["v"] = nd.ones(2)
+    return original(*args)
+
+
+def state(%s):
+    return %s
+"""
+
+
+@pytest.mark.parametrize(
+    "argument, returned",
+    [
+        ("", "{'v': np.ones(2)}"),
+        *[("device", value) for value in ("None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}")],
+        pytest.param("device", "made", id="filled in the first step"),
+        pytest.param("device", "{'v': nd.ones(2)}", id="a copy"),
+    ],
+)
 def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_the_function(
     argument, returned, tmp_path
 ):
-    path, kept = tmp_path / "own.py", f"calls.append(0) or ({returned})"
-    code = f"import numpy as np\n\ncalls = []\n\n\ndef state({argument}):\n    return {kept}\n"
-    path.write_text(f"{Path(scratch.__file__).read_text()}\n\n{code}")
+    path = tmp_path / "own.py"
+    path.write_text(Path(scratch.__file__).read_text() + STATE_OF_STEPS % (argument, returned))
     with pytest.raises(UsageError) as caught:
         train(str(path), out=tmp_path / "run", epochs=1)
     assert f"{path}: state" in str(caught.value) and "\n" not in str(caught.value)
