@@ -77,7 +77,8 @@ def test_ctrl_c_ends_a_cell_and_a_second_one_kills_a_long_call(tmp_path, environ
     process = subprocess.Popen([*RUN, str(path)], env=environment, stderr=subprocess.PIPE, text=True)
     runs.wait((tmp_path / "started").exists)
     process.send_signal(signal.SIGINT)
-    while not once and process.poll() is None:
+    written = path.stat().st_mtime_ns
+    while not once and path.stat().st_mtime_ns == written and process.poll() is None:
         time.sleep(0.5)  # signals that come at once are one signal
         process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=runs.HORIZON)[1]
