@@ -43,6 +43,21 @@ class JAX(Driver):
     def __init__(self, file: str) -> None:
         self.file = file
 
+    def batch(self, i: int, n: int) -> Any:
+        """The file's own `example_batch(n)`, or images."""
+        import jax
+
+        module = processes.load(self.file)
+        if not hasattr(module, "example_batch"):
+            return super().batch(i, n)
+        np.random.seed(i)
+        return jax.tree.map(np.asarray, tuple(module.example_batch(n)))
+
+    def take(self, batch: Any, examples: Sequence[int]) -> Any:
+        import jax
+
+        return jax.tree.map(lambda array: array[[*examples]], batch)
+
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         import jax
 
@@ -74,9 +89,10 @@ class JAX(Driver):
             params = jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, params)
         params = [get(params, device) for device in devices]
         session.start = [arrays(p) for p in params]
-        for X, y in batches:
+        for batch in batches:
             before = [arrays(p) for p in params]
-            params = module.train_batch(X.astype(dtype), y.copy(), params, devices, LR)
+            own = jax.tree.map(lambda a: a.astype(dtype if np.issubdtype(a.dtype, np.floating) else a.dtype), batch)
+            params = module.train_batch(*own, params, devices, LR)
             for device, of_device in zip(devices, params):
                 if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
                     raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
@@ -87,7 +103,7 @@ class JAX(Driver):
         if is_wrong:
             return
         module = processes.load(self.file)
-        X, _ = self.batch(0, 11)
+        X, *_ = self.batch(0, 11)
         yield "accuracy", of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
 
 

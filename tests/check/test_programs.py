@@ -90,6 +90,14 @@ SMALL = [
     ["W1, b1, W2, b2, W3, b3, W4, b4 = params", "W3, b3, W4, b4 = params"],
     ["convolution(convolution(X, W1, b1), W2, b2)", "X"],
 ]
+OWN_DATA = [
+    *SMALL,
+    ["(16, 784)", "(16, 12)"],
+    [
+        "def init_params",
+        "def example_batch(n):\n    return np.random.rand(n, 12), np.random.randint(0, 10, n)\n\n\ndef init_params",
+    ],
+]
 STALE = [
     ["@jax.jit  # compiled once", "FIRST = []\n\n\n@jax.jit  # compiled once"],
     ["(params)\n\n\n@jax.jit\ndef sgd", "(FIRST[0])\n\n\n@jax.jit\ndef sgd"],
@@ -200,7 +208,7 @@ def test_a_wrong_step_in_jax_is_named(tmp_path, case):
 
 
 @jax
-@pytest.mark.parametrize("edits", [SMALL, pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edits", [OWN_DATA, pytest.param([], marks=pytest.mark.slow)], ids=["own data", "images"])
 def test_a_right_step_in_jax_is_not_accused(tmp_path, edits):
     (tmp_path / "step.py").write_text(changed("jax/scratch", *edits))
     report = check.compare_file(str(tmp_path / "step.py"), (2,))
