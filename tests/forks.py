@@ -54,34 +54,25 @@ os._exit(0)  # freeing all modules takes as long as a short program
 
 
 class Forks:
-    """Runs programs as `subprocesses.run` does, but as forks of one process that has run `imports` first.
+    """Runs programs as `subprocesses.run` does, but as forks of one process that has run `imports`, code, first."""
 
-    imports: code. before: words of the command line between Python and the server's file. env: of the process, which
-    starts with the first program."""
-
-    def __init__(self, imports, *before, env=None):
-        self.imports, self.before, self.env, self.server = imports, before, env, None
+    def __init__(self, imports):
+        self.folder = tempfile.TemporaryDirectory()
+        file = Path(self.folder.name, "server.py")
+        file.write_text(imports + SERVER)
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.server = subprocess.Popen([sys.executable, file], env=users_environment(), **streams)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        if self.server:
-            self.server.communicate()
-            self.folder.cleanup()
-
-    def _start(self):
-        self.folder = tempfile.TemporaryDirectory()
-        file = Path(self.folder.name, "server.py")
-        file.write_text(self.imports + SERVER)
-        words, streams = [sys.executable, *self.before, file], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.server = subprocess.Popen(words, env=self.env or users_environment(), text=True, **streams)
+        self.server.communicate()
+        self.folder.cleanup()
 
     def run(self, command, *, env=None, folder=None, seconds=None, on_line=None):
         """command: Python, then "-u", "-c" and code, "-m" and a module, or a file, then arguments. on_line: called with
         each line at the end."""
-        if not self.server:
-            self._start()
         streams = [Path(self.folder.name, name) for name in ("in", "out", "err")]
         for stream in streams:
             stream.write_text("")
