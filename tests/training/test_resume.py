@@ -207,6 +207,16 @@ def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_t
     assert not exists(tmp_path / "run")
 
 
+def test_a_state_of_any_values_is_accepted_and_left_as_it_is(tmp_path):
+    values = "[0, 1, -1, 1e9, 3e38, np.inf, np.nan]"
+    path = tmp_path / "own.py"
+    own = f"\n\nimport numpy as np\n\nkept = nd.array({values})\n\n\ndef state(device):\n    return {{'v': kept}}\n"
+    path.write_text(Path(scratch.__file__).read_text() + own)
+    train(str(path), out=tmp_path / "run", epochs=1, devices=1)
+    arrays, _ = checkpoint.load(tmp_path / "run" / "checkpoint.npz")
+    np.testing.assert_array_equal(arrays["state/0/0/v"], np.array([0, 1, -1, 1e9, 3e38, np.inf, np.nan], np.float32))
+
+
 @pytest.mark.slow
 def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
     train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
