@@ -18,11 +18,11 @@ PYTHON_2 = (
     r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
     r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
     r"module 'itertools' has no attribute '(ifilter|imap|izip)'",
-    r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)'",
+    r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)' from '(itertools|urllib)'",
     r"module 'sys' has no attribute 'maxint'|module 'string' has no attribute '(join|letters|lowercase|maketrans)'",
     r"'dict' object has no attribute '(has_key|iteritems|iterkeys|itervalues)'",
 )
-PACKAGES = "mxnet|numpy|pandas|scipy|matplotlib|PIL"  # those of which `run` chooses the version, and the current one
+VERSIONED = "mxnet|numpy|pandas|scipy|matplotlib|PIL"  # modules whose version depends on `--here`
 
 
 def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None, *, here: bool) -> None:
@@ -47,7 +47,7 @@ def advice_on(message: str, here: bool = False) -> str:
     requirement = next((edition for pattern, edition in packages.EDITIONS if re.search(pattern, message)), None)
     if requirement:
         return f"the program is for another edition of the book: `gluon-mgpu run --with {requirement} ...`"
-    if re.match(rf"module '({PACKAGES})(\.\w+)*' has no attribute", message):
+    if re.match(rf"module '({VERSIONED})(\.\w+)*' has no attribute", message):
         if here:
             return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
         return "if the program is for newer packages, use those of the current environment: `gluon-mgpu run --here ...`"

@@ -53,7 +53,7 @@ def main(path: str, out: str) -> int:
                 return 130
             failed = [output for cell in cells for output in cell.outputs if output.output_type == "error"]
             reason = f"{failed[-1].ename}: {failed[-1].evalue}" if failed else str(error).splitlines()[0]
-            advice = explain.advice_on(reason.partition(": ")[2])
+            advice = explain.advice_on(failed[-1].evalue) if failed else ""
             log.error(f"{path}: {reason}{advice and f'; {advice}'}")
             return 1
         finally:

@@ -43,8 +43,6 @@ def environment(settings: Preparation, python: str | Path = sys.executable) -> d
     startup_first = os.pathsep.join(filter(None, [str(STARTUP), users.get("PYTHONPATH")]))
     commands_first = os.pathsep.join(filter(None, [os.path.dirname(python), users.get("PATH")]))
     ours = {"PYTHONPATH": startup_first, "PATH": commands_first, VARIABLE: json.dumps(asdict(settings))}
-    if not settings.here:
-        ours["PIP_USER"] = "1"  # so that `!pip install` in a notebook fails, and does not change all programs' packages
     return {**users, **ours}
 
 
@@ -67,6 +65,8 @@ def prepare() -> None:
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
     sys.excepthook = functools.partial(explain.explain, here=settings.here)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
+    if not settings.here:
+        os.environ["PIP_USER"] = "1"  # `!pip install` fails; otherwise, it would change the packages of all programs
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
 
 

@@ -98,11 +98,20 @@ def test_the_last_line_says_what_a_program_needs(program, text):
         ("module 'mxnet' has no attribute 'mod'", True, "omit --here"),
         ("module 'numpy' has no attribute 'trapezoid'", False, "run --here "),
         ("list index out of range", False, ""),
+        ("cannot import name 'izip' from 'itertools' (unknown location)", False, "2to3"),
+        ("cannot import name 'urlopen' from 'download' (download.py)", False, ""),
     ],
 )
 def test_advice_names_the_package_or_the_environment_that_has_what_is_missing(message, here, advice):
     found = explain.advice_on(message, here)
     assert advice in found and bool(advice) == bool(found)
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_pip_changes_no_environment_that_programs_share(here):
+    pip = [sys.executable, "-c", "import os, sys; sys.exit(os.environ.get('PIP_USER') != '1')"]
+    env = prepare.environment(prepare.Preparation(here=here))
+    assert finished(*pip, env=env).returncode == here
 
 
 @pytest.mark.parametrize("words", ["a.ipynb x", "--out b a.py", "no-file.py", "--cpu --here -", ""])
