@@ -51,7 +51,8 @@ class JAX(Driver):
         if not hasattr(module, "example_batch"):
             return super().batch(i, n)
         np.random.seed(i)
-        return jax.tree.map(np.asarray, tuple(module.example_batch(n)))
+        batch = module.example_batch(n)
+        return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         import jax

@@ -163,7 +163,9 @@ class _Comparison:
         yield from self._on_one()
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
-        yield "start", start(self.several.start)
+        names = differ(self.several.start)
+        reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
+        yield "start", reason if names else ""
         names = differ([*self.one.start[:1], *self.several.start[:1]])
         reason = f"it starts with other parameters ({names}); draw them with the same seed in every {self.unit}"
         yield "compared", reason if names else ""
@@ -466,12 +468,6 @@ class Evidence:
         factor = float(np.vdot(found, whole) / (norm(whole) ** 2 or 1))
         fits = norm(found - factor * whole) < 0.05 * norm(found - whole)
         return factor if fits and abs(factor - 1) > 1e-6 else None
-
-
-def start(devices: Sequence[Arrays]) -> str:
-    """Whether all devices start with the same parameters."""
-    names = differ(devices)
-    return f"the devices start with different parameters ({names}); give each a copy of the same" if names else ""
 
 
 def split(shards: Shards, n: int, function: str = "split_and_load") -> str:

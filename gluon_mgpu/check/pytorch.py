@@ -80,7 +80,7 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
     """Compare the steps of a file with `train_batch` and `init_net` or `init_params`."""
     file = os.path.realpath(path)
     text = Path(file).read_bytes()
-    if re.search(rb"optim|func|compile", text):  # these take seconds, and each process would import them
+    if re.search(rb"optim|compile|torch\.func\b", text):  # these take seconds, and each process would import them
         import torch._dynamo  # noqa: F401
     if b"fsdp" in text:
         import torch.distributed.fsdp  # noqa: F401
