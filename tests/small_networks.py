@@ -1,9 +1,14 @@
-"""Networks for tests, smaller than LeNet: softmax regression, and one with batch normalization."""
+"""Networks for tests, smaller than LeNet: softmax regression for both lessons, and one with batch normalization."""
 
 import mxnet as mx
+from mxnet import nd
 from mxnet.gluon import nn
 
 from gluon_mgpu import networks
+
+
+def softmax_regression(X, params):
+    return nd.FullyConnected(X, *params, num_hidden=10)
 
 
 def dense():
@@ -20,4 +25,5 @@ def normalized():
     return net
 
 
+networks.register("softmax_regression", dense, mx.init.Zero(), names=("p0", "p1"))
 networks.register("normalized", normalized, mx.init.Xavier())
