@@ -168,7 +168,7 @@ def cwd(tmp_path_factory):
     update = "        nd.sgd_update("
     code = (ROOT / "gluon_mgpu/scratch.py").read_text().replace(update, f"        p += {RANK} * 1e-3\n{update}")
     (folder / "apart.py").write_text(f"{code}\nimport os\n")
-    state = f"\nimport os\n\n\ndef state(device):\n    return {{'v': nd.ones(1 + {RANK})}}\n"
+    state = f"\nimport os\n\nkept = nd.ones(1 + {RANK})\n\n\ndef state(device):\n    return {{'v': kept}}\n"
     (folder / "state.py").write_text(Path(scratch.__file__).read_text() + state)
     data = datasets.load("synthetic", None, 100, 3)
     content = {"train_images": data.train_images, "test_images": data.test_images, "test_labels": data.test_labels}
