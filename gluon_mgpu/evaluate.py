@@ -60,10 +60,7 @@ def load(
     config = lessons.for_evaluation(run.recorded, lesson)
     model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
     run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
-    broken = [name for name, array in run.arrays.items() if not np.isfinite(array).all()]
     run.load(model)
-    if broken:
-        log.say(f"{folder}: the parameters {', '.join(broken)} are not finite, so the scores are meaningless")
     name = lessons.name_of(lesson)
     return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
 

@@ -33,8 +33,6 @@ def refused(name, **options):
 @pytest.mark.parametrize(
     "name, settings",
     [
-        ("gpus", {"gpus": 1, "check": True}),  # one device cannot be compared with itself
-        ("gpus", {"impl": "sharded", "gpus": 221, "limit": 500, "batch_size": 250}),
         ("batch_size", {"gpus": 3, "limit": 22}),
         ("shares", {"gpus": 3, "shares": (80, 20)}),
         ("shares", {"gpus": 1, "shares": (80, 20)}),

@@ -58,14 +58,6 @@ def test_a_picture_is_scaled_as_floating_point_training_data_or_refused(high, di
         np.testing.assert_array_equal(evaluate.scaled(trained, picture), picture.astype(np.float32) / divisor)
 
 
-def test_parameters_that_are_not_finite_are_noted_by_name(run, tmp_path, capsys):
-    arrays, facts = checkpoint.load(run / "checkpoint.npz")
-    checkpoint.save(tmp_path / "checkpoint.npz", {**arrays, "W3": arrays["W3"] + np.inf}, facts)
-    evaluate.load(tmp_path, device="cpu")
-    (notice,) = capsys.readouterr().err.splitlines()
-    assert "W3" in notice and "W1" not in notice
-
-
 def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(run, monkeypatch):
     trained = evaluate.load(run, device="cpu")
     trained = trained._replace(config=replace(trained.config, batch_size=10**9))

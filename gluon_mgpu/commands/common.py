@@ -19,7 +19,6 @@ from gluon_mgpu.support import errors, log, mpi
 from gluon_mgpu.support.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help
-LIMITS = {"1e-37<=x<=1e+38": "x>0", "0<=x<=2147483647": "x>=0", "1<=x<=2147483647": "x>=1"}  # as --help shows them
 IN_PYTHON = errors.caller
 
 
@@ -99,8 +98,7 @@ class CommandGroup(Command, click.Group):
 
 
 class Option(click.Option):
-    """An option that rejects another option as its value, as in `--recipe --epochs 2`. group: its heading in
-    --help."""
+    """group: the option's heading in --help."""
 
     def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,18 +108,6 @@ class Option(click.Option):
         of_numbers = {click.types.IntParamType: "N", click.types.FloatParamType: "X"}
         found = [metavar for kind, metavar in of_numbers.items() if isinstance(self.type, kind)]
         return self.metavar or (found[0] if found else super().make_metavar(*args, **kwargs))
-
-    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(context)
-        for limits, shown in LIMITS.items():
-            record = record and (record[0], record[1].replace(limits, shown))
-        return record
-
-    def type_cast_value(self, context: click.Context, value: Any) -> Any:
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(text, str) and text.startswith("--") for text in values):
-            raise click.BadOptionUsage(self.opts[0], f"Option '{self.opts[0]}' requires an argument.", context)
-        return super().type_cast_value(context, value)
 
 
 def _report(error: BaseException) -> NoReturn:

@@ -9,11 +9,10 @@ from click.core import ParameterSource
 
 from gluon_mgpu import __version__
 from gluon_mgpu.commands import common
-from gluon_mgpu.support.errors import Error, UsageError, setting
-from gluon_mgpu.training import folder as folders
+from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training import recipes
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.train import Request, run_training
+from gluon_mgpu.training.train import run_training
 
 
 @common.command(
@@ -43,11 +42,4 @@ def train(context: click.Context, recipe: str | None, **options: Any) -> None:
         raise UsageError("recipe", recipe, f"cannot be combined with {setting('resume')}: a run has its own settings")
     if recipe:
         given = {**Config.parse(recipes.RECIPES[recipe].options), **given}
-    try:
-        run_training(Request(given))
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        folder = options["resume"] or options["out"]
-        rest = f"; continue with {setting('resume', folder)}" if folder and folders.exists(folder) else ""
-        raise Error(f"cannot print ({error.strerror}), so training stopped{rest}") from None
+    run_training(given)

@@ -32,12 +32,22 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _sync(path.parent)
     except OSError as error:
         advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
         raise Error(f"cannot write {path} ({error.strerror}): {advice} another folder") from None
     finally:
         with suppress(OSError):  # the temporary file has replaced `path`, or was never created
             temporary.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Make sure that the names of a folder's files survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_partial(path: str | Path) -> None:

@@ -24,7 +24,7 @@ from gluon_mgpu.support import files, log
 from gluon_mgpu.support.errors import Error, UsageError, setting, shown
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.checkpoint import STATE, Arrays
-from gluon_mgpu.training.config import MOST, RECORDED, SETTINGS, Config
+from gluon_mgpu.training.config import RECORDED, SETTINGS, Config
 from gluon_mgpu.training.workers import Group
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "
 CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
 DATA = ("data", "data_checksum", "image_shape", "image_dtype", "image_range", "classes", "running_stats")
 DETAILS = {*CHANGEABLE, *DATA}
-FORMER = {"grad_accum_steps": 1, "max_grad_norm": None}  # settings that version 0.1.0 recorded, and their defaults
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
@@ -74,7 +73,7 @@ class Position:
         numbers = [value for epoch in history for value in epoch] + sums
         if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):  # nan is rejected too
             raise ValueError("a value in the history, loss_sum or seconds is not a finite number")
-        if type(steps) is not int or not 0 <= steps <= MOST:
+        if type(steps) is not int or steps < 0:
             raise ValueError(f"steps={steps!r}")
         return cls(history, steps, *sums)
 
@@ -300,9 +299,8 @@ def read(folder: str | Path, lock: bool = False) -> RunFolder:
             raise ValueError(f"image_shape {shape}")
         low, high = map(float, run.details.get("image_range", (0, 255)))
         run.details.update(image_shape=shape, image_range=(low, high))
-        unknown = sorted(written.keys() - RECORDED - DETAILS)
-        if changed := [f"{name} ({written[name]})" for name in unknown if written[name] != FORMER.get(name, ...)]:
-            log.say(f"{path}: this version ignores {', '.join(changed)}, because it has no such settings")
+        if unknown := [f"{name} ({written[name]})" for name in sorted(written.keys() - RECORDED - DETAILS)]:
+            log.say(f"{path}: this version ignores {', '.join(unknown)}, because it has no such settings")
     except BaseException as error:
         run.unlock()
         if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.support import errors
-from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
@@ -124,8 +124,8 @@ def is_own(lesson: ModuleType) -> bool:
 
 def is_unchanged(lesson: ModuleType) -> bool:
     """Whether this is one of the package's lessons, and a Python program has replaced none of its functions."""
-    functions = [vars(lesson)[name] for name in (*COMMON, *sum(DISTINCT.values(), ())) if name in vars(lesson)]
-    return not is_own(lesson) and all(f.__module__.startswith("gluon_mgpu.") for f in functions)
+    functions = [value for value in vars(lesson).values() if inspect.isfunction(value)]
+    return not is_own(lesson) and all(function.__module__.startswith("gluon_mgpu.") for function in functions)
 
 
 def family(lesson: ModuleType) -> str:
@@ -151,15 +151,23 @@ def unsupported(lesson: ModuleType) -> list[str]:
 def check_settings(config: Config, lesson: ModuleType) -> None:
     """Raise UsageError if a setting has no meaning in a lesson."""
     for name in config.changed(unsupported(lesson)):
-        only = " and ".join(SETTINGS[name].lessons)
-        raise UsageError(name, getattr(config, name), f"not supported by {name_of(lesson)}, only by {only}")
+        advice = f"not supported by {name_of(lesson)}, only by {_lessons_with(name)}"
+        raise UsageError(name, getattr(config, name), advice)
+
+
+def _lessons_with(name: str) -> str:
+    return " and ".join(SETTINGS[name].lessons)
 
 
 def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
     """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
-    are not given get their defaults if the lesson does not have them."""
-    missing = {name for name in unsupported(lesson) if SETTINGS[name].resumable}
-    return config.with_defaults(missing - {*given})
+    are not given get their defaults if the lesson does not have them. Raises UsageError if others are not defaults."""
+    missing = {*unsupported(lesson)} - {*given}
+    config = config.with_defaults(name for name in missing if SETTINGS[name].resumable)
+    for name in config.changed(missing):
+        used = setting(name, getattr(config, name))
+        raise UsageError("impl", name_of(lesson), f"the run used {used}, which only {_lessons_with(name)} can continue")
+    return config
 
 
 def for_evaluation(config: Config, lesson: ModuleType) -> Config:

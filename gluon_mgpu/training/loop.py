@@ -18,7 +18,7 @@ from gluon_mgpu.data.generators import seed_generators, seed_of_step
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import Epoch, Position, RunFolder
+from gluon_mgpu.training.folder import Epoch, Position, RunFolder, exists
 from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.lessons import is_own
 from gluon_mgpu.training.model import Model, read_arrays
@@ -53,7 +53,7 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     unsaved = UnsavedArrays(model.lesson) if saves and is_own(model.lesson) and not state.exists else None
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
-        print("running on:", model.ctx, *several, flush=True)
+        _print(" ".join(["running on:", str(model.ctx), *several]), run)
     with CtrlC(saves) as ctrl_c:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
@@ -66,7 +66,7 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
             epoch = position.end_epoch(len(data.train_labels), accuracy, last_lr)
             run.save(arrays)
             if not group.rank:
-                print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", flush=True)
+                _print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", run)
                 _say_if_guessing(epoch, data.classes, number * steps_per_epoch)
         run.end()
         if setup.warning:
@@ -86,11 +86,11 @@ def _train_epoch(
     steps_per_epoch = -(-examples // size)
     earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
     order = shuffled(examples, config.seed, number)[position.steps * size :]
-    own = partial(group.own_indices, device_count=len(model.ctx)) if group.size > 1 else None
+    local = partial(group.local_indices, device_count=len(model.ctx)) if group.size > 1 else None
     start = time.perf_counter() - position.seconds
     losses = Losses(number, examples, size, position.steps, group)
     stopped = False
-    for X, y in batches(data.train_images, data.train_labels, size, order, own):
+    for X, y in batches(data.train_images, data.train_labels, size, order, local):
         if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
             stopped = True
             break
@@ -152,12 +152,12 @@ def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     config, data, model = setup.config, setup.data, setup.model
     batch_size = min(config.batch_size, LARGEST_BATCH)
-    own = group.own_indices(len(data.test_labels), len(model.ctx))
+    local = group.local_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
     try:
-        if len(own):
-            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, own))
-            correct = round(model.evaluate_accuracy(test_iter) * len(own))
+        if len(local):
+            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, local))
+            correct = round(model.evaluate_accuracy(test_iter) * len(local))
     except Interrupted:
         stopped = True
     correct = group.total(correct)
@@ -185,6 +185,14 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
             "a correct allreduce, every device has the same gradients"
         )
     return first
+
+
+def _print(line: str, run: RunFolder) -> None:
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        saved = f"; continue with {setting('resume', run.folder)}" if run.folder and exists(run.folder) else ""
+        raise Error(f"cannot print ({error.strerror}), so training stopped{saved}") from None
 
 
 def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:

@@ -177,9 +177,6 @@ class ShardedModel(Model):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        smallest = min(sum(int(np.prod(shape)) for shape in shapes) for _, shapes in sharded.LENET)
-        if len(self.ctx) > smallest:
-            raise UsageError("gpus", len(self.ctx), f"must be at most {smallest}, the elements of the smallest layer")
         params = scratch.init_params()
         self._place(params, [nd.zeros_like(p) for p in params])
 

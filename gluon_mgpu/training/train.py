@@ -11,7 +11,7 @@ import inspect
 import platform
 import secrets
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from mxnet import Context
 
     from gluon_mgpu.training.loop import Setup
-    from gluon_mgpu.training.model import Model
     from gluon_mgpu.training.workers import Group
-
-
-class Request(NamedTuple):
-    """What a user asks for. settings: those that were passed, parsed. lesson, data: passed as objects, from Python."""
-
-    settings: dict[str, Any]
-    lesson: ModuleType | None = None
-    data: Dataset | None = None
 
 
 def train(*values: Any, **options: Any) -> list[Epoch]:
@@ -59,16 +50,16 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
         if given.get("data_dir") is not None:
             raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
     objects = lesson if isinstance(lesson, ModuleType) else None, data if isinstance(data, Dataset) else None
-    return run_training(Request(Config.parse(given), *objects))
+    return run_training(Config.parse(given), *objects)
 
 
 train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
 
 
-def run_training(asked: Request) -> list[Epoch]:
-    """Train what a user asks for. See `train`."""
-    with workers.join(asked.settings.get("kvstore", Config.kvstore)) as group, open_run(asked.settings, group) as run:
-        config = run.configure(asked.settings)
+def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: Dataset | None = None) -> list[Epoch]:
+    """See `train`. given: the settings that the user passed, parsed. lesson, data: passed as objects, from Python."""
+    with workers.join(given.get("kvstore", Config.kvstore)) as group, open_run(given, group) as run:
+        config = run.configure(given)
         if len(run.position.history) == config.epochs:
             run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
             return run.position.history
@@ -78,29 +69,39 @@ def run_training(asked: Request) -> list[Epoch]:
 
         gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
         with restored_afterward():
-            return fit(run, set_up(run, config, asked, ctx, group), group)
+            lesson = lesson or _load_lesson(config, given)
+            config = lessons.for_training(config, lesson, given)
+            return fit(run, set_up(run, config, lesson, data, ctx, group), group)
 
 
-def set_up(run: RunFolder, config: Config, asked: Request, ctx: list[Context], group: Group) -> Setup:
+def set_up(
+    run: RunFolder, config: Config, lesson: ModuleType, data: Dataset | None, ctx: list[Context], group: Group
+) -> Setup:
     """Turn the settings of a run into what the training loop needs, and begin to write its folder.
 
-    Raises UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or
-    another worker has other data.
+    data: None: load the data set that is named in the settings. Raises UsageError if the settings, the devices, the
+    lesson and the data do not fit together, or if a resumed run or another worker has other data.
     """
+    from gluon_mgpu.data.generators import seed_generators
     from gluon_mgpu.training.loop import Setup
     from gluon_mgpu.training.model import read_arrays
+    from gluon_mgpu.training.models import create_model
     from gluon_mgpu.training.state import LessonState
+    from gluon_mgpu.training.step import assemble
 
-    lesson = asked.lesson or _load_lesson(config, asked)
-    config = lessons.for_training(config, lesson, asked.settings)
     if draws_seed := config.seed is None:
         config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
-    data = _load_data(config, asked.data)
+    assert config.seed is not None
+    if data is None:
+        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+    else:
+        data = data.first(config.limit)
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
     details = _details(ctx, data, group)
     _check_data(details["data_checksum"], run, config, group)
     warning = _compare_with_one_device(lesson, ctx, config, data)
-    model = _create_model(lesson, ctx, config, data)
+    seed_generators(config.seed)
+    model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
     state = LessonState(model, group)
     run.load(model, state)
     if group.size > 1:
@@ -113,22 +114,14 @@ def set_up(run: RunFolder, config: Config, asked: Request, ctx: list[Context], g
     if run.recorded is not None:
         run.save({**read_arrays(model), **state.read()})  # so that the next resume uses the new settings
     devices.say_if_no_gpu(ctx, config.device)
-    return Setup(config, data, model, _step(model, group, is_assembled), state, warning)
+    return Setup(config, data, model, assemble(model, group) if is_assembled else model.step, state, warning)
 
 
-def _load_lesson(config: Config, asked: Request) -> ModuleType:
-    if "impl" not in asked.settings and config.impl not in LESSONS:  # a checkpoint does not choose code to run
+def _load_lesson(config: Config, given: dict[str, Any]) -> ModuleType:
+    if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
         advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
         raise UsageError("resume", config.resume, advice)
     return lessons.load(config.impl)
-
-
-def _load_data(config: Config, data: Dataset | None) -> Dataset:
-    """data: None: load the data set that is named in the settings."""
-    assert config.seed is not None
-    if data is not None:
-        return data.first(config.limit)
-    return datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
@@ -161,32 +154,16 @@ def _check_data(checksum: str, run: RunFolder, config: Config, group: Group) -> 
 
 def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
-    if not (config.check or (len(ctx) > 1 and lessons.is_own(lesson))):
+    if len(ctx) == 1 or not lessons.is_own(lesson):
         return ""
     from gluon_mgpu.check.mxnet import compare
 
     report = compare(lesson, ctx, config, data.image_shape, data.classes)
     name = lessons.name_of(lesson)
-    if report.verdict or config.check:
+    if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
         log.say(f"{name} {report.line}{without}")
     return report.verdict and f"{name} {report.verdict}"
-
-
-def _create_model(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> Model:
-    from gluon_mgpu.data.generators import seed_generators
-    from gluon_mgpu.training.models import create_model
-
-    assert config.seed is not None
-    seed_generators(config.seed)
-    return create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
-
-
-def _step(model: Model, group: Group, is_assembled: bool) -> Any:
-    """The lesson's own step, or one that is assembled from the lesson's functions."""
-    from gluon_mgpu.training.step import assemble
-
-    return assemble(model, group) if is_assembled else model.step
 
 
 def _say_what_is_not_called(lesson: ModuleType, config: Config, is_assembled: bool) -> None:

@@ -47,7 +47,7 @@ class Group:
     def agree(self, values: dict[str, Any], advice: str) -> None:
         """Raise UsageError, with this advice, if a value differs from worker 0's value. Values are compared as JSON."""
 
-    def own_indices(self, n: int, device_count: int) -> np.ndarray:
+    def local_indices(self, n: int, device_count: int) -> np.ndarray:
         """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
         device_count: the number of devices of each process."""
         return np.arange(n)
@@ -92,7 +92,7 @@ class Workers(Group):
             if value != expected:
                 raise UsageError(None, f"{name} is {value} in worker {self.rank}, but {expected} in worker 0", advice)
 
-    def own_indices(self, n: int, device_count: int) -> np.ndarray:
+    def local_indices(self, n: int, device_count: int) -> np.ndarray:
         sizes = shard_sizes(n, self.size * device_count)
         start = sum(sizes[: self.rank * device_count])
         return np.arange(start, start + sum(sizes[self.rank * device_count :][:device_count]))

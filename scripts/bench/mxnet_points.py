@@ -82,7 +82,7 @@ def _worker(point: Point, steps: int) -> dict[str, Any] | None:
         from gluon_mgpu.training.step import assemble
 
         step = assemble(create(point), group)
-        train = trainer(step, point, lambda n: group.own_indices(n, point.contexts), lambda: group.total(0))
+        train = trainer(step, point, lambda n: group.local_indices(n, point.contexts), lambda: group.total(0))
         measured = timing.steps_of(train, point, steps)
         measured["peak MB"] = group.total(measured["peak MB"])
         measured["loss"] = group.total(measured["loss"]) / group.size

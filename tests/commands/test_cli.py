@@ -59,14 +59,6 @@ def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(cap
     assert all(part in said for part in parts), said
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_option_takes_the_next_option_for_its_value(capsys, name):
-    for param in COMMANDS[name].params:
-        if isinstance(param, click.Option) and not param.is_flag:
-            said = error(capsys, main, name, param.opts[0], "--data-dir", "x")
-            assert param.opts[0] in said and "extra argument" not in said
-
-
 @pytest.mark.parametrize(
     "raised, status, line",
     [

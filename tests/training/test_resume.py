@@ -21,6 +21,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
+from gluon_mgpu.training.models import create_model
 from gluon_mgpu.training.workers import Group
 
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "step", "milestones": (1, 2), "gamma": 0.5}
@@ -225,10 +226,10 @@ def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
-    reconfigure(begun, numpy="1.0", temperature=3, grad_accum_steps=1, max_grad_norm=0.5)
+    reconfigure(begun, numpy="1.0", temperature=3)
     train(resume=begun, epochs=3)
     said = capsys.readouterr().err
-    assert all(name in said for name in ("numpy", "temperature", "max_grad_norm")) and "grad_accum" not in said
+    assert all(name in said for name in ("numpy", "temperature"))
     assert json.loads((begun / "config.json").read_text())["numpy"] == np.__version__
 
 
@@ -239,15 +240,6 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
     train(resume=begun)
     np.testing.assert_equal(results(begun), whole["scratch"])
     assert config(begun).epochs == 3
-
-
-def test_a_run_that_version_0_1_0_recorded_is_resumed_with_the_same_bits_and_without_a_notice(whole, tmp_path, capsys):
-    interrupted("highlevel", 13, out=tmp_path, **EXTRAS)
-    reconfigure(tmp_path, grad_accum_steps=1, max_grad_norm=None)
-    capsys.readouterr()
-    train("highlevel", resume=tmp_path, **EXTRAS)
-    assert capsys.readouterr().err.count("gluon_mgpu: ") == 1  # that it is resumed
-    np.testing.assert_equal(results(tmp_path), whole["highlevel"])
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, tmp_path):
@@ -309,6 +301,19 @@ def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_o
     train(resume=begun)  # the folder is not left locked
 
 
+def test_a_lesson_without_a_setting_of_the_run_is_refused_by_its_name(tmp_path):
+    train("highlevel", out=tmp_path, epochs=1, momentum=0.9)
+    with pytest.raises(UsageError) as caught:
+        train("scratch", resume=tmp_path)
+    assert caught.value.name == "impl"
+
+
+def test_steps_are_seeded_if_a_program_has_replaced_any_function_of_a_lesson(monkeypatch):
+    assert not create_model("scratch", [mx.cpu()]).draws
+    monkeypatch.setattr(scratch, "loss", lambda *args: None)
+    assert create_model("scratch", [mx.cpu()]).draws
+
+
 def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
     train(out=tmp_path, epochs=1, schedule="cosine")
     with pytest.raises(UsageError):
@@ -367,7 +372,7 @@ def reconfigure(folder, **changed):
         lambda folder: resave(folder, history=[dict.fromkeys(Epoch._fields, "\x1b[31m")]),
         lambda folder: resave(folder, steps="3"),
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
-        lambda folder: reconfigure(folder, limit=5 * 10**9),
+        lambda folder: reconfigure(folder, limit=0),
         lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: reconfigure(folder, image_range=None),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),

@@ -303,8 +303,7 @@ def test_by_default_the_rate_is_constant_after_a_linear_warm_up_and_scale_lr_cha
 
 
 INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "exponential"}, {"schedule": "step"}, {"lr": float("nan")}]
-INVALID += [{"lr": 1e38, "batch_size": 512, "scale_lr": True}, {"batch_size": 10**400, "scale_lr": True}]
-INVALID += [{"limit": 5 * 10**9}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
+INVALID += [{"lr": 0}, {"milestones": (2,)}, {"milestones": (4,), "schedule": "step"}]
 INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"batch_size": 64.5}, {"batch_size": True}, {"lr": True}]
 INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}, {"out": b"runs"}, {"resume": "a\0"}]
 INVALID += [{"out": "x" * 300}, {"data_dir": "a/" + "x" * 300}, {"gamma": 0.5}]
