@@ -34,9 +34,10 @@ def register(
 ) -> None:
     """Make a network available as `model=name`, for training and for all code that loads the network's runs.
 
-    build: returns a new, uninitialized network for 10 classes and images (n, 1, 28, 28) with values in [0, 1]. init:
-    the initializer for its weights; default: the lesson's, normal(0, 0.01). names: the names of its arrays in
-    checkpoints; default: Gluon's names. Raises UsageError for the name "lenet", which is the lesson's own network.
+    build: returns a new, uninitialized network. It gets the images of the data set, such as (n, 1, 28, 28) with values
+    in [0, 1], and returns a score per class, (n, 10). init: the initializer for its weights; default: the lesson's,
+    normal(0, 0.01). names: the names of its arrays in checkpoints; default: Gluon's names. Raises UsageError for the
+    name "lenet", which is the lesson's own network.
     """
     if name == "lenet":
         raise UsageError("name", name, "the lesson's own network; use another name, or a changed copy of highlevel.py")

@@ -76,8 +76,8 @@ APT_SECONDS = 300
 
 
 class Dataset(NamedTuple):
-    """Images are uint8 (n, 1, 28, 28), 0 to 255; labels are uint8 (n,), 0 to 9. Your own data can have other types and
-    sizes: see `own`."""
+    """In the built-in data sets, images are uint8 (n, 1, 28, 28), 0 to 255, and labels are uint8 (n,), 0 to 9. For your
+    own data, see `own`."""
 
     name: str
     train_images: np.ndarray

@@ -1,6 +1,7 @@
 """The settings of a run. The command line, the checks and --help follow from each field's declaration.
 
-With the defaults, a step is the notebooks' step. This module imports no mxnet, so --help appears at once.
+With the defaults, a step is the notebooks' step; highlevel's network is hybridized. This module imports no mxnet, so
+--help appears at once.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class Config:
     tune: bool = declare(
         False,
         click.BOOL,
-        "With highlevel and MXNet 1.9.1, on CPU: pad the channels of convolutions with zeros to a multiple of 8 or 16, "
-        "which is faster. Results are the same except for rounding.",
+        "With highlevel and MXNet 1.9.1, on CPU: compute shards in pieces, and pad the channels of convolutions with "
+        "zeros to a multiple of 8 or 16, which is faster. Results are the same except for rounding.",
         "Network and data",
         lessons=("highlevel",),
         resumable=True,

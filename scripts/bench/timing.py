@@ -49,7 +49,7 @@ def steps_of(train: Train, point: Point, steps: int) -> dict[str, Any]:
 def peak_mb() -> float:
     """This process's peak memory in MB. getrusage would include the peak of the process that started it."""
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024 / 1e6
 
 
 def calls_of(call: Call, wait: Call, count: int) -> dict[str, float]:

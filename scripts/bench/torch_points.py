@@ -141,5 +141,4 @@ def _calls(point: Point, steps: int) -> dict[str, Any]:
         F.cross_entropy(net(X), y).backward()
         optimizer.step()
 
-    measured = timing.calls_of(step, torch.cuda.synchronize if is_gpu else lambda: None, steps)
-    return {**measured, "MB": torch.cuda.max_memory_allocated() / 1e6 if is_gpu else 0}
+    return timing.calls_of(step, torch.cuda.synchronize if is_gpu else lambda: None, steps)
