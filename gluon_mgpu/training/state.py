@@ -35,7 +35,7 @@ class LessonState:
         self.lesson, self.devices, self.group = model.lesson, range(len(model.ctx)), group
         self.name = f"{name_of(self.lesson)}: state"
         self.exists = callable(getattr(self.lesson, "state", None))
-        self.shapes = self._shapes(self._own())
+        self.shapes = self._shapes(self._local())
         if self.exists:
             advice = "it must return the same names and shapes in all workers"
             group.agree({f"{self.name}'s array {name}": shape for name, shape in self.shapes.items()}, advice)
@@ -43,12 +43,12 @@ class LessonState:
 
     def read(self) -> Arrays:
         """The arrays of all workers, by their names in a checkpoint, "state/WORKER/DEVICE/NAME"."""
-        own = self._own()
-        if different := {*self._shapes(own).items()} ^ {*self.shapes.items()}:
+        local = self._local()
+        if different := {*self._shapes(local).items()} ^ {*self.shapes.items()}:
             which = "{} {}".format(*min(different))
             advice = "it must return the same names and shapes after a step as before: create the arrays in get_params"
             raise UsageError(None, self.name, f"{advice} or initialize ({which} is not in both)")
-        arrays = {name: array.asnumpy() for name, array in own.items()}
+        arrays = {name: array.asnumpy() for name, array in local.items()}
         of_workers = [self.group.broadcast_arrays(arrays, worker) for worker in range(self.group.size)]
         return {f"{STATE}{worker}/{name}": a for worker, of_one in enumerate(of_workers) for name, a in of_one.items()}
 
@@ -64,10 +64,10 @@ class LessonState:
                 raise Error(f"the checkpoint's state differs from that of the lesson ({which}); {advice}")
             now = {name: saved[name] for name in now}
         state = self.group.broadcast_arrays(now)
-        for name, array in self._own().items():
+        for name, array in self._local().items():
             nd.array(state[f"{STATE}{self.group.rank}/{name}"], dtype=array.dtype).copyto(array)
 
-    def _own(self) -> dict[str, NDArray]:
+    def _local(self) -> dict[str, NDArray]:
         """This worker's arrays: {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
         arrays = {}
         for device in self.devices if self.exists else ():
@@ -86,10 +86,10 @@ class LessonState:
 
     def _check_kept(self) -> None:
         """Raise UsageError if `state` returns copies, because the lesson would not see what `load` writes into them."""
-        for name, array in self._own().items():
+        for name, array in self._local().items():
             before = array.asnumpy()
             nd.array(before == 0, dtype=array.dtype).copyto(array)  # differs from every element, also inf and 1e38
-            is_kept = (self._own()[name].asnumpy() != before).any()
+            is_kept = (self._local()[name].asnumpy() != before).any()
             nd.array(before, dtype=array.dtype).copyto(array)
             if array.size and not is_kept:
                 raise UsageError(None, self.name, f"{name} is a copy; return the array that the step changes")
