@@ -55,6 +55,8 @@ def checked(*arrays: np.ndarray) -> Parts:
             raise UsageError(name, labels.shape, f"must have one label per image, and there are {len(images)} images")
     if train_images.shape[1:] != test_images.shape[1:]:
         raise UsageError("test_images", test_images.shape, f"must have the sizes of train_images, {train_images.shape}")
+    if train_images.dtype != test_images.dtype:
+        raise UsageError("test_images", test_images.dtype, f"must have the type of train_images, {train_images.dtype}")
     return train_images, train_labels, test_images, test_labels
 
 

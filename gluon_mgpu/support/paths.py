@@ -12,7 +12,7 @@ LONGEST_NAME = 255  # bytes, on Linux and macOS
 
 
 class Location(click.Path):
-    """A path as text, not empty, whose names are not too long."""
+    """A path as text, not empty, whose names are not too long. ~ is the user's home directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         path = os.fspath(value)
@@ -22,4 +22,4 @@ class Location(click.Path):
             self.fail("the path is empty.", param, ctx)
         if any(len(os.fsencode(name)) > LONGEST_NAME for name in Path(path).parts):
             self.fail(f"{path!r} contains a name that is too long.", param, ctx)
-        return super().convert(value, param, ctx)
+        return super().convert(os.path.expanduser(path), param, ctx)

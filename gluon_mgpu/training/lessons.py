@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -120,6 +121,15 @@ def name_of(lesson: ModuleType) -> str:
 def is_own(lesson: ModuleType) -> bool:
     """Whether this is a user's own lesson, not one of the package's."""
     return name_of(lesson) not in LESSONS
+
+
+def has_own(function: str, lesson: ModuleType) -> bool:
+    """Whether a user's own lesson has changed this function of the package's lesson."""
+    sources = set()
+    for module in (lesson, load(family(lesson))):
+        with suppress(OSError, TypeError):  # it has no such function, or its code is in no file
+            sources.add(inspect.getsource(getattr(module, function, None)))  # type: ignore[arg-type]
+    return len(sources) > 1
 
 
 def is_unchanged(lesson: ModuleType) -> bool:

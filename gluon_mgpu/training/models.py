@@ -252,7 +252,7 @@ def create_model(
     config = config or Config(impl=lessons.name_of(lesson))
     lessons.check_settings(config, lesson)
     if config.shares and len(config.shares) != len(ctx):
-        raise UsageError("shares", config.shares, f"{len(config.shares)} shares for {len(ctx)} devices")
+        raise UsageError("shares", config.shares, f"needs one number for each device, and there are {len(ctx)}")
     model = MODELS[lessons.family(lesson)](lesson, ctx, config, image_shape)
     try:
         scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape

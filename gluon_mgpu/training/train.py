@@ -167,10 +167,10 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
 
 
 def _say_what_is_not_called(lesson: ModuleType, config: Config, is_assembled: bool) -> None:
-    """Print a notice that names the functions of a user's own lesson that a step does not call with these settings."""
+    """Print a notice that names the functions of a user's own lesson that are not called with these settings."""
     if not lessons.is_own(lesson):
         return
     names = ["split_and_load"] * bool(config.shares) + ["lenet"] * (config.model != "lenet")
-    names += ["train_batch"] * is_assembled
+    names += ["train_batch"] * is_assembled + ["train"] * lessons.has_own("train", lesson)
     if names:
-        log.say(f"with these settings, a step does not call your own {', '.join(names)} in {lessons.name_of(lesson)}")
+        log.say(f"training does not call your own {', '.join(names)} in {lessons.name_of(lesson)}, with these settings")

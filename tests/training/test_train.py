@@ -17,6 +17,7 @@ import termios
 import time
 import types
 import weakref
+from pathlib import Path
 from unittest.mock import patch
 
 import interrupts
@@ -231,6 +232,12 @@ def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_th
         assert all(works(int(size), examples, devices) for size in offered), (examples, devices, batch_size)
 
 
+def test_the_users_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train(out="~/run")
+    assert (tmp_path / "run/checkpoint.npz").exists()
+
+
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
 def test_a_folder_that_cannot_be_written_is_an_error_before_training_but_not_of_usage(folder, capsys):
     with pytest.raises(Error) as caught:
@@ -249,6 +256,14 @@ def test_a_lesson_without_a_file_trains_like_one_with_a_file():
     lesson = types.ModuleType("mine")
     vars(lesson).update({name: value for name, value in vars(scratch).items() if not name.startswith("__")})
     assert train(lesson)[0].train_loss == train()[0].train_loss
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_an_own_training_loop_is_said_not_to_be_called(changed, tmp_path, capsys):
+    text = Path(highlevel.__file__).read_text()
+    (tmp_path / "own.py").write_text(text.replace('"sgd"', '"adam"') if changed else text)
+    train(str(tmp_path / "own.py"), gpus=1)
+    assert ("does not call your own train in" in capsys.readouterr().err) == changed
 
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
