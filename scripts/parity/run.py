@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mxnet as mx
 import numpy as np
-from batch_size import experiment
 
 import gluon_mgpu
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
+from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error
+from gluon_mgpu.training import folder as runs
+from gluon_mgpu.training.folder import RunFolder
 from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, drift, examples
 
@@ -51,21 +55,60 @@ def train(
         for recipe in recipes
         for seed in range(1, seeds + 1)
     }
-    results = experiment.train_all(points, {})
+    results = train_all(points)
     for recipe, group in itertools.groupby(zip(points, results), lambda pair: pair[0].parent.name):
-        kept, runs = bands.kept(recipe), []
+        kept, new = bands.kept(recipe), []
         for path, result in group:
             title = f"{recipe}, {path.name}"
             if isinstance(result, Error):
                 yield Finding(ACCURACY, f"{title} can be trained", False, str(result))
                 continue
-            runs.append([epoch.test_accuracy for epoch in result.position.history])
-            judged = bands.judge(runs[-1], *bands.bands(kept, kept, bands.DIGITS))
+            new.append([epoch.test_accuracy for epoch in result.position.history])
+            judged = bands.judge(new[-1], *bands.bands(kept, kept, bands.DIGITS))
             yield Finding(ACCURACY, f"{title}: accuracies agree with the kept runs", *judged)
-        if runs:
+        if new:
             printed = RECIPES[recipe].test_accuracy
-            judged = bands.judge(printed, *bands.bands(runs, kept, bands.decimals(printed)))
+            judged = bands.judge(printed, *bands.bands(new, kept, bands.decimals(printed)))
             yield Finding(ACCURACY, f"{recipe}: the notebook's accuracies are possible", *judged)
+
+
+def train_all(points: Mapping[Path, dict[str, Any]]) -> Iterator[RunFolder | Error]:
+    """Train runs, each in its own process, because the engine's settings depend on the number of contexts. Finished
+    runs are skipped, and interrupted runs continue.
+
+    points: {folder: options of train}. Yields each run, or why it failed.
+    """
+    with log.progress(total=sum(options["epochs"] for options in points.values()), unit="epoch") as bar:
+        for folder, options in points.items():
+            bar.set_description(folder.name)
+            try:
+                result: RunFolder | Error = _train(folder, options, bar.update)
+            except Error as error:
+                result = error
+            yield result
+
+
+def _train(folder: Path, options: dict[str, Any], on_epochs: Callable[[int], object]) -> RunFolder:
+    """on_epochs: called with the number of newly finished epochs."""
+    begun = runs.exists(folder)
+    if begun:
+        run = runs.read(folder)
+        on_epochs(len(run.position.history))
+        if len(run.position.history) == options["epochs"]:
+            return run
+    given = {
+        name: value for name, value in {**options, "resume" if begun else "out": folder}.items() if value is not None
+    }
+    try:
+        finished = subprocesses.run(
+            [sys.executable, "-m", "gluon_mgpu", "train", *(f"--{n.replace('_', '-')}={v}" for n, v in given.items())],
+            on_line=lambda line: on_epochs(line.startswith("epoch ")),
+        )
+    except KeyboardInterrupt:
+        log.say("run the same command again to continue")
+        raise
+    subprocesses.raise_for_status(str(folder), finished)
+    return runs.read(folder)
 
 
 def text(findings: Sequence[Finding]) -> str:
