@@ -225,6 +225,7 @@ def test_a_typo_is_reported_with_its_file_and_line(old, new, tmp_path):
         ("scratch", "    return new_params\n", ""),
         ("scratch", "    return shards\n", ""),
         ("scratch", "    return correct / examples\n", ""),
+        ("scratch", "    return correct / examples\n", "    return correct\n"),
         ("scratch", "    return losses\n", "    return [float(shard.mean().asscalar()) for shard in losses]\n"),
         ("highlevel", "    return net\n", ""),
         ("highlevel", "    return losses\n", ""),

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from numbers import Real
 from types import ModuleType
 from typing import Any
 
@@ -74,7 +75,8 @@ def _execute(name: str, path: str) -> ModuleType:
 
 
 def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
-    """A lesson's function, which raises UsageError if it returns nothing, or a list of anything but arrays."""
+    """A lesson's function, which raises UsageError if it returns nothing, a list of anything but arrays, or an accuracy
+    that is none."""
     function = getattr(lesson, name)
 
     @functools.wraps(function)
@@ -86,6 +88,9 @@ def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
             raise UsageError(
                 "impl", name_of(lesson), f"{name} returned {result!r:.60}; it must return a list of arrays"
             )
+        if name == "evaluate_accuracy" and not (isinstance(result, Real) and 0 <= float(result) <= 1):
+            advice = f"{name} returned {result!r:.60}; it must return a number from 0 to 1"
+            raise UsageError("impl", name_of(lesson), advice)
         return result
 
     return call

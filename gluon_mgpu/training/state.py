@@ -100,8 +100,8 @@ class LessonState:
 
 
 class UnsavedArrays:
-    """Prints a notice if the second step changes arrays in variables of a lesson's module, which no checkpoint holds.
-    The first step may only fill caches."""
+    """Prints a notice if the second step changes variables of a lesson's module, which no checkpoint holds: arrays and
+    numbers, also in attributes of its own objects. The first step may only fill caches."""
 
     def __init__(self, lesson: Any) -> None:
         self.lesson, self.steps, self.before = lesson, 0, dict[str, int]()
@@ -111,7 +111,8 @@ class UnsavedArrays:
         self.steps += 1
         if self.steps > 2:
             return
-        now = {n: zlib.crc32(b"".join(_contents(value))) for n, value in vars(self.lesson).items() if n[:2] != "__"}
+        kept = {name: value for name, value in vars(self.lesson).items() if name[:2] != "__"}
+        now = {name: zlib.crc32(b"".join(self._contents(value))) for name, value in kept.items()}
         if changed := sorted(name for name in now if self.before.get(name, now[name]) != now[name]):
             log.say(
                 f"{name_of(self.lesson)}: each step changes {', '.join(changed)}, which a resumed run does not "
@@ -119,11 +120,14 @@ class UnsavedArrays:
             )
         self.before = now
 
-
-def _contents(value: Any) -> Iterator[bytes]:
-    """The bytes of the arrays in a value, and in dicts, lists and tuples in it."""
-    if isinstance(value, (NDArray, np.ndarray)):
-        yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
-    elif isinstance(value, (dict, list, tuple)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _contents(part)
+    def _contents(self, value: Any, depth: int = 0) -> Iterator[bytes]:
+        if isinstance(value, (NDArray, np.ndarray)):
+            yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
+        elif isinstance(value, (int, float)):
+            yield repr(value).encode()
+        elif depth < 4:  # objects may refer to each other
+            if type(value).__module__ == self.lesson.__name__:
+                value = getattr(value, "__dict__", value)
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for part in parts:
+                yield from self._contents(part, depth + 1)

@@ -171,6 +171,27 @@ def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_ho
     assert ("velocities" in capsys.readouterr().err) != has_state
 
 
+COUNTER = """
+
+class Counter:
+    steps = 0
+
+
+counter, update = Counter(), sgd
+
+
+def sgd(*args):
+    counter.steps += 1
+    update(*args)
+"""
+
+
+def test_a_counter_in_an_object_of_the_lesson_is_named(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(Path(scratch.__file__).read_text() + COUNTER)
+    train(str(tmp_path / "own.py"), out=tmp_path / "run", epochs=1, devices=1)
+    assert "each step changes counter" in capsys.readouterr().err
+
+
 STATE_OF_STEPS = """
 
 import numpy as np
