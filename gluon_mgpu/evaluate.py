@@ -135,6 +135,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
                 image = image.convert("L" if channels == 1 else "RGB")
+    except FileNotFoundError:
+        raise Error(f"{path} does not exist") from None
     except Exception as error:  # decoders raise many exception types for damaged files
         raise Error(f"{path}: not an image that can be read ({error}); use {', '.join(FORMATS)}") from None
     if image.size != (width, height):
@@ -164,5 +166,5 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     classes = class_names(trained.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
-        lines.append(f"{path}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
+        lines.append(f"{log.printable(path)}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
     return "\n".join(lines)

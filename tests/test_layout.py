@@ -85,5 +85,5 @@ def test_there_are_no_import_cycles():
 def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
     scripts = ROOT.parent / "scripts"
     links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
-    assert links == {"main", "batch_size", "bench", "parity", *COMMANDS}
+    assert links == {"main", "bench", "parity", *COMMANDS}
     assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}

@@ -144,10 +144,14 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
             raise UsageError("limit", limit, f"must be 1 to {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
+        source = "data_dir" if data_dir else "GLUON_MGPU_DATA"
         data_dir = data_dir or os.environ.get("GLUON_MGPU_DATA")
         if not data_dir:
             raise UsageError("data_dir", None, f"needed for your own data: a folder with {own_data.NEEDED}")
-        return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)
+        try:
+            return Dataset(name, *own_data.read(data_dir), str(data_dir)).first(limit)
+        except UsageError as error:
+            raise UsageError(source if error.name == "data_dir" else error.name, error.value, error.advice) from None
     return read(find(name, data_dir) or fetch(name), name).first(limit)
 
 

@@ -29,7 +29,7 @@ def read(folder: str | Path) -> Parts:
         return checked(*_read_npz(folder))
     if not os.path.isdir(folder):
         raise UsageError("data_dir", folder, "does not exist")
-    archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*-idx?-ubyte*"))
+    archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*[-.]idx?-ubyte*"))
     try:
         if len(archives) == 1:
             return checked(*_read_npz(archives[0]))

@@ -155,7 +155,8 @@ def find(paths: Sequence[str]) -> list[Answer]:
         if not Path(path).is_dir():
             students.setdefault(path, "")
             continue
-        inside = sorted(file for file in Path(path).rglob("*") if file.suffix in SUFFIXES)
+        folders = os.walk(path, followlinks=True)
+        inside = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(SUFFIXES))
         within = {file: file.relative_to(path).parts for file in inside}
         within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
         if not within:
@@ -163,8 +164,7 @@ def find(paths: Sequence[str]) -> list[Answer]:
         for file, parts in within.items():
             students.setdefault(str(file), parts[0] if len(parts) > 1 else "")
         with_files = {parts[0] for parts in within.values() if len(parts) > 1}
-        folders = sorted(Path(path).iterdir()) if with_files else []
-        for folder in folders:
+        for folder in sorted(Path(path).iterdir()) if with_files else []:
             if folder.is_dir() and folder.name[0] not in "._" and folder.name not in with_files:
                 problem = f"contains no {' or '.join(SUFFIXES)} file"
                 empty.append(Answer(str(folder), problem=problem, student=folder.name))

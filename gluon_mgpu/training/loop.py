@@ -50,7 +50,7 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     config, data, model, state = setup.config, setup.data, setup.model, setup.state
     position, saves = run.position, run.folder is not None
     steps_per_epoch = -(-len(data.train_labels) // config.batch_size)
-    unsaved = UnsavedArrays(model.lesson) if saves and is_own(model.lesson) and not state.exists else None
+    unsaved = UnsavedArrays(state) if saves and is_own(model.lesson) else None
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
         _print(" ".join(["running on:", str(model.ctx), *several]), run)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.support import log
@@ -35,7 +35,7 @@ class LessonState:
         self.lesson, self.devices, self.group = model.lesson, range(len(model.ctx)), group
         self.name = f"{name_of(self.lesson)}: state"
         self.exists = callable(getattr(self.lesson, "state", None))
-        self.shapes = self._shapes(self._local())
+        self.shapes = self._shapes(self.local())
         if self.exists:
             advice = "it must return the same names and shapes in all workers"
             group.agree({f"{self.name}'s array {name}": shape for name, shape in self.shapes.items()}, advice)
@@ -43,7 +43,7 @@ class LessonState:
 
     def read(self) -> Arrays:
         """The arrays of all workers, by their names in a checkpoint, "state/WORKER/DEVICE/NAME"."""
-        local = self._local()
+        local = self.local()
         if different := {*self._shapes(local).items()} ^ {*self.shapes.items()}:
             which = "{} {}".format(*min(different))
             advice = "it must return the same names and shapes after a step as before: create the arrays in get_params"
@@ -64,10 +64,10 @@ class LessonState:
                 raise Error(f"the checkpoint's state differs from that of the lesson ({which}); {advice}")
             now = {name: saved[name] for name in now}
         state = self.group.broadcast_arrays(now)
-        for name, array in self._local().items():
+        for name, array in self.local().items():
             nd.array(state[f"{STATE}{self.group.rank}/{name}"], dtype=array.dtype).copyto(array)
 
-    def _local(self) -> dict[str, NDArray]:
+    def local(self) -> dict[str, NDArray]:
         """This worker's arrays: {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
         arrays = {}
         for device in self.devices if self.exists else ():
@@ -86,10 +86,10 @@ class LessonState:
 
     def _check_kept(self) -> None:
         """Raise UsageError if `state` returns copies, because the lesson would not see what `load` writes into them."""
-        for name, array in self._local().items():
+        for name, array in self.local().items():
             before = array.asnumpy()
             nd.array(before == 0, dtype=array.dtype).copyto(array)  # differs from every element, also inf and 1e38
-            is_kept = (self._local()[name].asnumpy() != before).any()
+            is_kept = (self.local()[name].asnumpy() != before).any()
             nd.array(before, dtype=array.dtype).copyto(array)
             if array.size and not is_kept:
                 raise UsageError(None, self.name, f"{name} is a copy; return the array that the step changes")
@@ -101,16 +101,17 @@ class LessonState:
 
 class UnsavedArrays:
     """Prints a notice if the second step changes variables of a lesson's module, which no checkpoint holds: arrays and
-    numbers, also in attributes of its own objects. The first step may only fill caches."""
+    numbers, also in attributes of its own objects, and a gluon.Trainer. The first step may only fill caches."""
 
-    def __init__(self, lesson: Any) -> None:
-        self.lesson, self.steps, self.before = lesson, 0, dict[str, int]()
+    def __init__(self, state: LessonState) -> None:
+        self.state, self.lesson, self.steps, self.before = state, state.lesson, 0, dict[str, int]()
 
     def after_step(self) -> None:
         """Waits for the first two steps."""
         self.steps += 1
         if self.steps > 2:
             return
+        self.saved = {id(array) for array in self.state.local().values()}
         kept = {name: value for name, value in vars(self.lesson).items() if name[:2] != "__"}
         now = {name: zlib.crc32(b"".join(self._contents(value))) for name, value in kept.items()}
         if changed := sorted(name for name in now if self.before.get(name, now[name]) != now[name]):
@@ -121,6 +122,10 @@ class UnsavedArrays:
         self.before = now
 
     def _contents(self, value: Any, depth: int = 0) -> Iterator[bytes]:
+        if isinstance(value, gluon.Trainer):
+            value = value.optimizer.num_update
+        if id(value) in self.saved:
+            return
         if isinstance(value, (NDArray, np.ndarray)):
             yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
         elif isinstance(value, (int, float)):

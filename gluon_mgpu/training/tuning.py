@@ -23,6 +23,7 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import setting
 
 PIECE = 64  # examples that are computed at once
 LAYERS = (
@@ -80,7 +81,7 @@ def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:
 
 
 def _unchanged(net: gluon.Block, why: str) -> gluon.Block:
-    _say_once(f"--tune changes nothing: {why}")
+    _say_once(f"{setting('tune', True)} changes nothing: {why}")
     return net
 
 

@@ -125,7 +125,7 @@ def join(kvstore: str) -> Iterator[Group]:
         yield Group()
         return
     if log.rank() is None:
-        start = f"`mpiexec -n 2 {errors.command('train')} ... {setting('kvstore', 'mpi')}`"
+        start = f"`mpiexec -n 2 {errors.command('train')} ... --kvstore mpi`"
         raise UsageError("kvstore", kvstore, f"needs processes that mpiexec has started: {start}")
     comm = mpi.world()
     from mpi4py import MPI

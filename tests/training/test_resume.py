@@ -183,13 +183,21 @@ counter, update = Counter(), sgd
 def sgd(*args):
     counter.steps += 1
     update(*args)
+    other[:] += 1
+
+
+kept, other = nd.zeros(2), nd.zeros(2)
+
+
+def state(device):
+    return {"v": kept}
 """
 
 
-def test_a_counter_in_an_object_of_the_lesson_is_named(tmp_path, capsys):
+def test_what_a_lessons_state_leaves_out_is_named(tmp_path, capsys):
     (tmp_path / "own.py").write_text(Path(scratch.__file__).read_text() + COUNTER)
     train(str(tmp_path / "own.py"), out=tmp_path / "run", epochs=1, devices=1)
-    assert "each step changes counter" in capsys.readouterr().err
+    assert "each step changes counter, other," in capsys.readouterr().err
 
 
 STATE_OF_STEPS = """
