@@ -1,6 +1,5 @@
 """Programs for MXNet 1.x on GPUs. `gluon-mgpu run` runs this file, which prints {program: its traceback}."""
 
-import copy
 import itertools
 import json
 import pickle
@@ -21,9 +20,7 @@ def gpu_i_is_cpu_context_i_plus_1():
         zero = nd.zeros(1)
     assert zero.context == GPUS[1] and zero.asscalar() == 0
     mx.gpu(1).empty_cache()
-    context = mx.Context.__new__(mx.Context)
-    vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
-    assert pickle.loads(pickle.dumps(context)) == GPUS[1]
+    assert pickle.loads(pickle.dumps(GPUS[1])) == GPUS[1]
     assert mx.kv.create("nccl").type == "device"
 
 
@@ -37,30 +34,6 @@ def an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
             on_host = on_gpu.as_in_context(mx.cpu())
             on_gpu += 1
             assert on_host.sum().asscalar() == 24
-
-
-def arrays_return_to_the_gpu_on_which_they_were_saved():
-    sparse = nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=GPUS[0])
-    for a in (nd.ones((2, 3), GPUS[0]), sparse):
-        assert copy.deepcopy(a).context == pickle.loads(pickle.dumps(a)).context == GPUS[0]
-    arrays = {"host": nd.ones(3), "half": nd.ones(3, GPUS[1], "float16"), "gpu": nd.ones(2, GPUS[0])}
-    nd.save("dict", arrays)
-    nd.save("list", list(arrays.values()))
-    for found in (nd.load("dict"), dict(zip(arrays, nd.load("list")))):
-        for name, a in arrays.items():
-            assert found[name].context == a.context and (found[name].asnumpy() == a.asnumpy()).all()
-
-
-def updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus():
-    net = gluon.nn.Dense(1, in_units=2)
-    net.initialize(ctx=GPUS[:2])
-    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
-    for c in GPUS[:2]:
-        with autograd.record():
-            loss = net(nd.ones((1, 2), c))
-        loss.backward()
-    trainer.step(1)
-    assert trainer._updaters[0].optimizer._all_index_update_counts == {0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}
 
 
 def fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet():
