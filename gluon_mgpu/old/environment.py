@@ -7,6 +7,7 @@ used. Packages that the user adds are in a second, small environment, which also
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -50,15 +51,15 @@ def find_or_make(wanted: Wanted) -> Path:
     Raises Error if it cannot be made, and then leaves nothing behind.
     """
     base = _base(wanted)
-    if not wanted.extra and wanted.file is None:
+    if not wanted.extra and not wanted.file:
         return _python(base)
     try:
-        file = [] if wanted.file is None else [f"# {wanted.file}", Path(wanted.file).read_text()]
+        content = [Path(wanted.file).read_text()] if wanted.file else []
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("requirements", wanted.file, f"cannot be read ({error})") from None
-    added = folder() / f"{base.name}-{_digest([*wanted.extra, *file[1:]])}"
+    added = folder() / f"{base.name}-{_digest([*wanted.extra, *content])}"
     if not _is_complete(added):
-        arguments = [*wanted.extra, *([] if wanted.file is None else ["-r", os.path.abspath(wanted.file)])]
+        arguments = [*wanted.extra, *(["-r", os.path.abspath(wanted.file)] if wanted.file else [])]
         _make(added, str(_python(base)), arguments, f"adding {' '.join(arguments)}", base)
     return _python(added)
 
@@ -97,28 +98,27 @@ def _base(wanted: Wanted) -> Path:
 
 def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Path | None = None) -> None:
     """Make the environment `path`. arguments: of `pip install`. base: the environment that it extends."""
+    start = time.monotonic()
     with _locked():
         if _is_complete(path):  # another process has just made it
             return
         log.say(f"{what} in {path}")
-        start, limits = time.monotonic(), path / "limits.txt"
         try:
             without_pip = ["--without-pip"] if base else []
             _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
             if base:
                 (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
+            limits = path / "limits.txt"
             limits.write_text("\n".join(packages.LIMITS.split()))
             # -I: what is on PYTHONPATH is not in the environment.
             pip = [_python(path), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
             _run("cannot install packages", *pip, "--constraint", limits, *arguments)
             content = "\n".join(word for word in arguments if not word.startswith((":", "-"))).encode()
             files.write_whole(path / COMPLETE, lambda file: file.write(content))
-        except OSError as error:
-            raise _not_writable(error) from None
         finally:
             if not (path / COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)
-        log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
+    log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
 
 
 def _run(failure: str, *command: object) -> None:
@@ -129,8 +129,8 @@ def _run(failure: str, *command: object) -> None:
         finished = subprocesses.run([*map(str, command)], on_line=count)
     if finished.status:
         lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
-        network = "it needs the package index, or a folder of wheels (docs/old-programs.md)"
-        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {network}")
+        needs = "it needs space, and the package index or a folder of wheels (docs/old-programs.md)"
+        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {needs}")
 
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
@@ -166,29 +166,23 @@ def _version(python: str) -> str:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Wait for other processes that make or remove environments."""
+    """Wait for other processes that make or remove environments. Raises Error if the cache cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(error) from None
-    waits = False
-    while True:
+        descriptor = os.open(folder(), os.O_RDONLY)
         try:
-            descriptor = files.lock(folder(), "environment")
-            break
-        except UsageError:
-            if not waits:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 log.say(f"waiting until another process has made an environment in {folder()}")
-            waits = True
-            time.sleep(0.5)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _not_writable(error: OSError) -> Error:
-    return Error(f"cannot write to {error.filename} ({error.strerror}): set XDG_CACHE_HOME to another folder")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise Error(
+            f"cannot write to {error.filename} ({error.strerror}): set XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def _digest(requirements: Sequence[str]) -> str:
