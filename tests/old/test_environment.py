@@ -62,10 +62,14 @@ def test_two_processes_make_it_once_and_it_has_what_the_table_says(folder):
     processes = [start(folder) for _ in range(2)]
     wait(lambda: installs(folder))
     (folder / "wait").unlink()
-    for process in (*processes, start(folder)):
+    for process in processes:
         assert process.communicate(timeout=runs.HORIZON)[0] == "ran old.py x\n"
     [pip] = installs(folder)
     assert set(packages.PINS["3.8"].split()) <= set(pip.split())
+    (folder / "requirements.txt").write_text("mxboard")  # mentioned, but not used
+    out, notice = start(folder).communicate(timeout=runs.HORIZON)
+    assert out == "ran old.py x\n" and "--requirements requirements.txt" in notice and notice.count("\n") == 1
+    assert len(installs(folder)) == 1
 
 
 ENDS = {"failure": 1, "Ctrl-C": 130, "SIGKILL": -9}
