@@ -1,8 +1,10 @@
-"""Programs for MXNet 1.x on GPUs. `gluon-mgpu run` runs this file, which prints {program: its traceback}."""
+"""Programs for MXNet 1.x on GPUs. `gluon-mgpu run --gpus 4` runs this file, which prints {program: its traceback}."""
 
 import itertools
 import json
 import pickle
+import subprocess
+import sys
 import traceback
 
 import mxnet as mx
@@ -22,6 +24,18 @@ def gpu_i_is_cpu_context_i_plus_1():
     mx.gpu(1).empty_cache()
     assert pickle.loads(pickle.dumps(GPUS[1])) == GPUS[1]
     assert mx.kv.create("nccl").type == "device"
+
+
+def every_query_about_gpus_has_the_number_that_the_user_gave_which_is_also_the_most():
+    from mxnet.gluon.contrib.estimator.estimator import num_gpus
+    from mxnet.test_utils import list_gpus
+
+    answers = num_gpus(), mx.context.num_gpus(), mx.util.get_gpu_count(), mx.npx.num_gpus(), len(list_gpus())
+    assert answers == (4, 4, 4, 4, 4)
+    with pytest.raises(mx.MXNetError, match=r"gpu\(4\)"):
+        mx.gpu(4)
+    code = "import mxnet as mx; print(mx.gpu(3), mx.context.num_gpus())"
+    assert subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL) == b"cpu(4) 4\n"
 
 
 def an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
