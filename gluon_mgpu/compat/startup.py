@@ -96,8 +96,6 @@ _stock = False
 @contextmanager
 def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
     """Import mxnet inside this `with` block."""
-    # NumPy comes first, because an import hook of `old` may import numpy_names right after NumPy.
-    importlib.import_module("numpy")
     from gluon_mgpu.compat import numpy_names
 
     if not _stock and _prepared != _plan:

@@ -18,7 +18,6 @@ from types import ModuleType
 from gluon_mgpu.compat import hooks, startup
 from gluon_mgpu.old import contexts, downloads, explain, names
 from gluon_mgpu.support import subprocesses
-from gluon_mgpu.support.errors import UsageError
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
@@ -51,14 +50,9 @@ def prepare() -> None:
     text = os.environ.get(VARIABLE)
     if text is None:
         return
-    try:
-        settings = Preparation(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
-        os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
+    settings = Preparation(**json.loads(text))
     for name, restored in names.STANDARD_NAMES.items():
         hooks.on_import(name, functools.partial(names.restore, names=restored))
-    hooks.on_import("numpy", _prepare_numpy)
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
     hooks.on_import("requests", functools.partial(downloads.replace_send, data_dir=settings.data_dir))
     for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
@@ -69,12 +63,6 @@ def prepare() -> None:
     if not settings.here:
         os.environ["PIP_USER"] = "1"  # `!pip install` fails; otherwise, it would change the packages of all programs
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
-
-
-def _prepare_numpy(np: ModuleType) -> None:
-    from gluon_mgpu.compat import numpy_names  # imports NumPy
-
-    numpy_names.restore()
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:

@@ -58,12 +58,11 @@ def test_modules_flags_and_another_sitecustomize_work_as_with_python(tmp_path):
 def test_names_that_python_removed_are_there_except_those_of_python_2(program):
     run = program("""
         import collections, fractions, inspect, os, platform, time
-        import numpy as np
         print(isinstance({}, collections.Mapping), fractions.gcd(4, 6), time.clock() >= 0, os.errno.ENOENT)
-        print(inspect.getargspec(lambda a, b=1: 0).args, platform.linux_distribution()[0], np.rank([[1]]), np.Inf)
+        print(inspect.getargspec(lambda a, b=1: 0).args, platform.linux_distribution()[0])
         xrange
     """)
-    assert run.stdout == "True 2 True 2\n['a', 'b']  2 inf\n" and "Python 2" in run.stderr.splitlines()[-1], run.stderr
+    assert run.stdout == "True 2 True 2\n['a', 'b'] \n" and "Python 2" in run.stderr.splitlines()[-1], run.stderr
 
 
 needs_lib2to3 = pytest.mark.skipif(sys.version_info >= (3, 13), reason="lib2to3 exists until Python 3.12")
