@@ -66,7 +66,7 @@ def python_and_settings(
     """(the Python that runs the program, its settings). Makes the environment if there is none."""
     settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir), here)  # a notebook runs elsewhere
     if not here:
-        return str(environment.find_or_make(environment.Wanted(python, cpu, extra, requirements))), settings
+        return str(environment.find_or_make(python, cpu, extra, requirements)), settings
     for name, value in (("extra", extra), ("requirements", requirements), ("python", python), ("cpu", cpu)):
         if value:
             raise UsageError(name, value, "does not work with --here; omit one of them")

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import platformdirs
 
@@ -31,35 +30,28 @@ SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.ve
 DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
 
 
-class Wanted(NamedTuple):
-    """What an environment must have. python: a version in packages.PINS; None: the oldest. cpu: see
-    `packages.required`. extra: requirements that the user adds. file: the user's file of requirements."""
-
-    python: str | None = None
-    cpu: bool = False
-    extra: tuple[str, ...] = ()
-    file: str | None = None
-
-
 def folder() -> Path:
     return platformdirs.user_cache_path("gluon_mgpu") / "environments"
 
 
-def find_or_make(wanted: Wanted) -> Path:
+def find_or_make(
+    python: str | None = None, cpu: bool = False, extra: Sequence[str] = (), requirements: str | None = None
+) -> Path:
     """The Python of an environment. It is made if there is none, which takes minutes and needs the package index.
 
-    Raises Error if it cannot be made, and then leaves nothing behind.
+    python: a version in packages.PINS; None: the oldest. cpu: see `packages.required`. extra, requirements: packages
+    that the user adds, and the user's file of them. Raises Error if it cannot be made, and then leaves nothing behind.
     """
-    base = _base(wanted)
-    if not wanted.extra and not wanted.file:
+    base = _base(python, cpu)
+    if not extra and not requirements:
         return _python(base)
     try:
-        content = [Path(wanted.file).read_text()] if wanted.file else []
+        content = [Path(requirements).read_text()] if requirements else []
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("requirements", wanted.file, f"cannot be read ({error})") from None
-    added = folder() / f"{base.name}-{_digest([*wanted.extra, *content])}"
+        raise UsageError("requirements", requirements, f"cannot be read ({error})") from None
+    added = folder() / f"{base.name}-{_digest([*extra, *content])}"
     if not _is_complete(added):
-        arguments = [*wanted.extra, *(["-r", os.path.abspath(wanted.file)] if wanted.file else [])]
+        arguments = [*extra, *(["-r", os.path.abspath(requirements)] if requirements else [])]
         _make(added, str(_python(base)), arguments, f"adding {' '.join(arguments)}", base)
     return _python(added)
 
@@ -81,18 +73,18 @@ def described() -> list[str]:
     return lines
 
 
-def _base(wanted: Wanted) -> Path:
+def _base(python: str | None, cpu: bool) -> Path:
     """The environment without what the user adds."""
-    versions = [wanted.python] if wanted.python else [*packages.PINS]
-    required = {version: packages.required(version, wanted.cpu) for version in versions}
+    versions = [python] if python else [*packages.PINS]
+    required = {version: packages.required(version, cpu) for version in versions}
     paths = {version: folder() / f"python{version}-{_digest(names)}" for version, names in required.items()}
     for path in paths.values():
         if _is_complete(path):
             return path
-    version, python = _find_python(versions)
+    version, found = _find_python(versions)
     mxnet, numpy, *_ = required[version]
     what = f"Python {version}, {mxnet}, {numpy} ... ({DOWNLOADS[mxnet]} to download, once)"
-    _make(paths[version], python, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
+    _make(paths[version], found, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
     return paths[version]
 
 
@@ -106,13 +98,14 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
         try:
             without_pip = ["--without-pip"] if base else []
             _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
-            if base:
-                (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
-            limits = path / "limits.txt"
-            limits.write_text("\n".join(packages.LIMITS.split()))
             # -I: what is on PYTHONPATH is not in the environment.
             pip = [_python(path), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
-            _run("cannot install packages", *pip, "--constraint", limits, *arguments)
+            if base:
+                (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
+                limits = path / "limits.txt"
+                limits.write_text("\n".join(packages.LIMITS.split()))
+                pip += ["--constraint", limits]
+            _run("cannot install packages", *pip, *arguments)
             content = "\n".join(word for word in arguments if not word.startswith((":", "-"))).encode()
             files.write_whole(path / COMPLETE, lambda file: file.write(content))
         finally:

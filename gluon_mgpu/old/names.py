@@ -10,7 +10,6 @@ import collections.abc
 import errno
 import inspect
 import math
-import warnings
 from typing import Any
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
@@ -27,8 +26,6 @@ STANDARD_NAMES: dict[str, dict[str, Any]] = {
 
 def restore(module: Any, names: dict[str, Any]) -> None:
     """Add names to a module. names: {name: value, or the name of one beside it}."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hasattr may warn that a name is deprecated
-        for name, value in names.items():
-            if not hasattr(module, name):
-                setattr(module, name, getattr(module, value) if isinstance(value, str) else value)
+    for name, value in names.items():
+        if name not in vars(module):
+            setattr(module, name, getattr(module, value) if isinstance(value, str) else value)

@@ -23,7 +23,7 @@ def printed(tmp_path_factory, stock):
     options = {"cwd": tmp_path_factory.mktemp("programs"), "timeout": 900}
     options["env"] = {**stock, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     run = [sys.executable, "-m", "gluon_mgpu", "run", "--cpu", FILE, "gpu", *PROGRAMS]
-    python = [environment.find_or_make(environment.Wanted(cpu=True)), FILE, "cpu", *PROGRAMS]
+    python = [environment.find_or_make(cpu=True), FILE, "cpu", *PROGRAMS]
     both = [finished(*words, **options) for words in (run, python)]
     assert [done.returncode for done in both] == [0, 0], both
     return [json.loads(done.stdout) for done in both]
