@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import shlex
 import sys
-import tokenize
-from contextlib import suppress
 from types import TracebackType
 
 from gluon_mgpu.old import packages
@@ -17,15 +13,12 @@ VERSIONED = "mxnet|numpy|pandas|scipy|matplotlib|PIL"  # modules whose version d
 
 
 def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None, *, here: bool) -> None:
-    """Print an error as Python does, and then what to do. A syntax error in a program for Python 2 gets only the
-    latter: this is `sys.excepthook`. here: the program runs in the current environment, with `--here`."""
-    if isinstance(error, SyntaxError) and error.filename and _is_converted(error.filename):
-        convert = f"gluon-mgpu run -m lib2to3 -w {shlex.quote(error.filename)}"
-        return log.error(f"{error.filename} is written for Python 2: convert it with `{convert}`")
+    """Print an error as Python does, and then what to do: this is `sys.excepthook`. here: the program runs in the
+    current environment, with `--here`."""
     sys.__excepthook__(kind, error, traceback)
     while error.__context__:  # MXNet hides which module it could not import
         error = error.__context__
-    advice = advice_on(str(error), here)
+    advice = advice_on(f"{error}: {error.text}" if isinstance(error, SyntaxError) else str(error), here)
     if advice:
         log.say(advice)
 
@@ -47,19 +40,3 @@ def advice_on(message: str, here: bool = False) -> str:
     name = missing[1].partition(".")[0]
     requirement = packages.REQUIREMENTS.get(missing[1], packages.REQUIREMENTS.get(name, name))
     return f"if {name} is a package, add it to the environment: `gluon-mgpu run --with {requirement} ...`"
-
-
-def _is_converted(path: str) -> bool:
-    """Whether Python 3 can parse a file only after 2to3 has converted it."""
-    with suppress(Exception):  # lib2to3 has errors of its own, and does not exist in Python 3.13
-        from lib2to3 import refactor
-
-        with tokenize.open(path) as file:
-            text = f"{file.read()}\n"
-        tool = refactor.RefactoringTool(refactor.get_fixers_from_package("lib2to3.fixes"))
-        ast.parse(str(tool.refactor_string(text, path)))
-        try:
-            ast.parse(text)
-        except SyntaxError:
-            return True
-    return False

@@ -38,8 +38,11 @@ REQUIREMENTS = {
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }
-# Errors of programs for Python 2
+# Errors of programs for Python 2. Syntax errors are followed by the line.
 PYTHON_2 = (
+    r"Missing parentheses in call to '(print|exec)'|multiple exception types must be parenthesized",
+    r"invalid syntax .*: \s*(except\b.*,.*:|raise\b.*,|.*`|.*<>)",
+    r"unsupported operand type\(s\) for >>: 'builtin_function_or_method'",  # print >> file, text
     r"name '(basestring|long|raw_input|reduce|reload|unichr|unicode|xrange)' is not defined",
     r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
     r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
