@@ -138,15 +138,12 @@ def test_backward_passes_of_two_contexts_overlap_but_not_with_stock_temporary_sp
     assert overlap(step, ["ImperativeBulk"], tmp_path, MXNET_CPU_TEMP_COPY="4") == 0
 
 
-BAD = ["CPU_WORKER_NTHREADS=0", "CPU_PRIORITY_NTHREADS=-1", "CPU_TEMP_COPY=x", "ENGINE_TYPE=", "USE_FUSION=-1"]
-BAD += ["MKLDNN_ENABLED=2", "OMP_MAX_THREADS=x", "EXEC_BULK_EXEC_MAX_NODE_TRAIN=true", "CPU_PARALLEL_SIZE=٣"]
-BAD += ["OMP_STACKSIZE=64K"]
+BAD = ["MXNET_CPU_WORKER_NTHREADS=0", "MXNET_CPU_PRIORITY_NTHREADS=-1", "MXNET_CPU_TEMP_COPY=x", "OMP_STACKSIZE=64K"]
 
 
 @pytest.mark.parametrize("setting", BAD)
-def test_a_variable_with_which_mxnet_hangs_or_aborts_is_refused(setting, monkeypatch):
+def test_a_variable_with_which_mxnet_hangs_or_crashes_is_refused(setting, monkeypatch):
     name, _, value = setting.partition("=")
-    name = name if name.startswith("OMP_STACK") else f"MXNET_{name}"
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
         startup.check_environment()
