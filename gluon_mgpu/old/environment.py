@@ -68,8 +68,8 @@ def described() -> list[str]:
     """A line for each environment: its folder, its size, and what was asked for."""
     lines = []
     for path in sorted(folder().glob("*")):
-        content = (path / COMPLETE).read_text().split("\n") if _is_complete(path) else ["incomplete: not used"]
-        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content)}")
+        content = (path / COMPLETE).read_text() if _is_complete(path) else "incomplete: not used"
+        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content.split())}")
     return lines
 
 
@@ -128,7 +128,7 @@ def _run(failure: str, *command: object) -> None:
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
     """(version, path) of the first suitable Python. If there is none, uv downloads one. Raises Error if that fails."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser() / "versions"
+    pyenv = Path(os.path.expanduser(os.environ.get("PYENV_ROOT") or "~/.pyenv"), "versions")  # there may be no home
     for version in versions:
         found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
         for python in filter(None, [*found, sys._base_executable]):  # type: ignore[attr-defined]
