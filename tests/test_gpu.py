@@ -124,7 +124,7 @@ def test_auto_takes_cpu_contexts_for_more_devices_than_there_are_gpus():
 
 def test_doctor_says_that_each_gpu_works_and_that_training_runs():
     done = gluon_mgpu("doctor")  # its exit status also tells of the data set
-    lines = [line for line in done.stdout.splitlines() if " GPU " in line or " trial " in line]
+    lines = [line for line in done.stdout.splitlines() if " GPU " in line or "running on: " in line]
     assert len(lines) == len(cuda.driver_gpus()) + 1 and all(line.startswith("ok") for line in lines), done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.old import contexts, environment, packages, prepare
+from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError
 
 OPTIONS = (
@@ -64,7 +66,7 @@ def python_and_settings(
     """(the Python that runs the program, its settings). Makes the environment if there is none."""
     settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir), here)  # a notebook runs elsewhere
     if not here:
-        return str(environment.find_or_make(environment.Wanted(python, cpu, extra, requirements))), settings
+        return str(environment.find_or_make(python, cpu, extra, requirements)), settings
     for name, value in (("extra", extra), ("requirements", requirements), ("python", python), ("cpu", cpu)):
         if value:
             raise UsageError(name, value, "does not work with --here; omit one of them")
@@ -131,6 +133,9 @@ def run(
         raise UsageError(None, program, "no such file")
     if os.path.isfile(program) and b"SyncBatchNorm" in Path(program).read_bytes():
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.SYNC_TEMP_COPIES)
+    beside = Path(program).parent / "requirements.txt"
+    if not (is_module or options["here"] or options["requirements"]) and beside.is_file():
+        log.say(f"packages in {beside} are not installed; --requirements {shlex.quote(str(beside))} adds them")
     python, settings = python_and_settings(**options)
     if is_notebook:
         words = ["-m", "gluon_mgpu.old.notebook", program, out or program]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -13,7 +13,7 @@ class _Finder:
     """Finds modules as the other finders do, and changes how the code of some is executed."""
 
     def __init__(self) -> None:
-        self.around: dict[str, list[Callable[[ModuleType], AbstractContextManager[object]]]] = {}
+        self.around: dict[str, Callable[[ModuleType], AbstractContextManager[object]]] = {}
         self.after: dict[str, list[Callable[[ModuleType], object]]] = {}
 
     def find_spec(
@@ -28,9 +28,7 @@ class _Finder:
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            with ExitStack() as stack:
-                for around in self.around.get(name, ()):
-                    stack.enter_context(around(module))
+            with self.around.get(name, nullcontext)(module):
                 execute(module)
             for function in self.after.get(name, ()):
                 function(module)
@@ -52,4 +50,4 @@ def on_import(name: str, function: Callable[[ModuleType], object]) -> None:
 
 def around_import(name: str, around: Callable[[ModuleType], AbstractContextManager[object]]) -> None:
     """Execute a module's code inside the context manager around(module)."""
-    _finder.around.setdefault(name, []).append(around)
+    _finder.around[name] = around

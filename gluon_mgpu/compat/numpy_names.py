@@ -1,4 +1,4 @@
-"""The names that NumPy has removed since 2016, for MXNet 1.9.1, and for a program of its time.
+"""The names that MXNet 1.9.1 needs and that NumPy has removed.
 
 MXNet uses most of its names only while it is being imported, so the numpy module has them only during that import, and
 other code does not see them. Three MXNet modules use two of the names later, so these modules get a copy of the numpy
@@ -19,7 +19,7 @@ import numpy as np
 
 # MXNet keeps its own functions in a table whose keys are NumPy's functions, so two names must not share an object.
 # Each partial is a new object, and has a docstring, which MXNet 2 reads.
-OF_MXNET = {
+WHILE_IMPORTED = {
     "bool": bool,  # removed in 1.24, defined again in 2.0; the names below were removed in 2.0 or 2.4
     "PZERO": 0.0,
     "NZERO": -0.0,
@@ -35,31 +35,15 @@ OF_MXNET = {
     "msort": functools.partial(np.sort, axis=0),
     "in1d": functools.partial(lambda ar1, *args, **kwargs: np.isin(np.ravel(ar1), *args, **kwargs)),
     "trapz": functools.partial(lambda *args, **kwargs: vars(np)["trapezoid"](*args, **kwargs)),
+    # moved to the package numpy_financial in 1.20
+    **{name: object() for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")},
 }
-FINANCIAL = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")  # moved to the package numpy_financial in 1.20
-WHILE_IMPORTED = {**OF_MXNET, **{name: object() for name in FINANCIAL}}
 WHEN_CALLED = {"Inf": np.inf, "compat": types.SimpleNamespace(basestring=str)}
 READERS = (  # the modules that use WHEN_CALLED, and the name that each gives to numpy
     ("mxnet.gluon.contrib.estimator.event_handler", "np"),
     ("mxnet.ndarray.numpy._op", "_np"),
     ("mxnet.symbol.numpy._symbol", "_np"),
 )
-ALIASES = """
-    float_=float64 complex_=complex128 unicode_=str_ string_=bytes_ bool8=bool_ int0=intp uint0=uintp object0=object_
-    str0=str_ bytes0=bytes_ void0=void cfloat=complex128 singlecomplex=complex64 longfloat=longdouble
-    longcomplex=clongdouble clongfloat=clongdouble cumproduct=cumprod mat=asmatrix row_stack=vstack rank=ndim
-    Infinity=inf infty=inf
-"""
-EXCEPTIONS = ("VisibleDeprecationWarning", "ComplexWarning", "RankWarning", "AxisError", "TooHardError")
-OF_PROGRAMS = {
-    **OF_MXNET,
-    **{old: getattr(np, new) for old, new in (pair.split("=") for pair in ALIASES.split())},
-    **{name: getattr(np.exceptions, name) for name in EXCEPTIONS if hasattr(getattr(np, "exceptions", None), name)},
-    **{kind.__name__: kind for kind in (int, float, complex, object, str)},
-    **{"long": int, "unicode": str},
-    "asscalar": lambda a: a.item(),
-    "asfarray": lambda a, dtype=np.float64: np.asarray(a, dtype),
-}
 
 
 @contextlib.contextmanager
@@ -78,11 +62,6 @@ def lent() -> Iterator[None]:
         vars(copy).update({**vars(np), **later})
         for name, variable in READERS:
             setattr(sys.modules[name], variable, copy)
-
-
-def restore() -> None:
-    """Give NumPy all names that it lacks, until this process ends, for a program that was written for an old NumPy."""
-    vars(np).update(_missing(OF_PROGRAMS))
 
 
 def _missing(names: Mapping[str, Any]) -> dict[str, Any]:

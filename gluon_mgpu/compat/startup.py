@@ -31,31 +31,14 @@ TEMP_COPIES = 64  # temporary spaces; with fewer, contexts wait for a free space
 SPINS = "20000"  # how often idle OpenMP threads check for work before they sleep; the default slows down busy machines
 MOST_THREADS = 999
 
-# Variables that MXNet or OpenMP reads: (names, valid values, description of these). The first match counts. An
-# invalid value makes MXNet abort or hang.
+# Variables with which MXNet hangs or crashes without a message that names them: (names, valid values, description)
 VARIABLES = (
-    ("MXNET_GPU_MEM_POOL_TYPE", ".*", "text"),
     # With 64 KiB, MXNet's OpenMP threads overflow their stacks. OpenMP ignores what is not a size.
     ("G?OMP_STACKSIZE", r"(?i)(?! *(\d{1,3} *k?|\d{1,6} *b|0+ *[mg]) *$).*", "at least 1M"),
-    ("MXNET_ENGINE_TYPE", "ThreadedEngine(PerDevice)?|NaiveEngine", "ThreadedEnginePerDevice or NaiveEngine"),
-    (
-        r"MXNET_(DISABLE_MKLDNN_(FUSE_FC|Q)\w+|EXEC_BULK_EXEC_(TRAIN|INFERENCE)|MKLDNN_(ENABLED|DEBUG|FORCE_FC_AB_FORMAT)|"
-        r"KVSTORE_LOGTREE|ENGINE_INFO|ELIMINATE_COMMON_EXPR|OUTPUT_TUNING_DATA|VERBOSE_TUNING_INFO|\w+_VERBOSE_LOGGING|"
-        r"SAFE_ACCUMULATION|USE_FUSION)",
-        "0|1|true|false|",
-        "0 or 1",
-    ),
     (
         r"MXNET_(CPU|GPU)_(WORKER_NTHREADS|PRIORITY_NTHREADS|COPY_NTHREADS|TEMP_COPY|PARALLEL_RAND_COPY)",
         "([1-9][0-9]{0,2})?",
         f"from 1 to {MOST_THREADS}",
-    ),
-    ("MXNET_MKLDNN_CACHE_NUM", "-1|[0-9]{0,9}", "a whole number, or -1 for no limit"),
-    (
-        r"MXNET_((CPU|GPU|EXEC|KVSTORE|MKLDNN|DISABLE_MKLDNN|MP|PROFILER)_\w+|USE_(NUM_CORES_OPERATOR_TUNING|MKLDNN_RNN)|"
-        r"OMP_MAX_THREADS|ENABLE_GPU_P2P|UPDATE_ON_KVSTORE|TUNING_WEIGHT_SCALE)",
-        "[0-9]{0,9}",
-        "a whole number",
     ),
 )
 
@@ -96,8 +79,6 @@ _stock = False
 @contextmanager
 def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
     """Import mxnet inside this `with` block."""
-    # NumPy comes first, because an import hook of `old` may import numpy_names right after NumPy.
-    importlib.import_module("numpy")
     from gluon_mgpu.compat import numpy_names
 
     if not _stock and _prepared != _plan:
@@ -204,11 +185,11 @@ def _prepare() -> None:
 
 
 def check_environment() -> None:
-    """Raise UsageError if an environment variable would make MXNet hang or abort at startup."""
+    """Raise UsageError for one of VARIABLES. MXNet itself names other variables that it cannot use."""
     for name, value in os.environ.items():
-        rule = next((rule for rule in VARIABLES if re.fullmatch(rule[0], name)), None)
-        if rule and not re.fullmatch(rule[1], value):
-            raise UsageError(name, value, f"must be {rule[2]}; unset it to use MXNet's default")
+        for names, valid, description in VARIABLES:
+            if re.fullmatch(names, name) and not re.fullmatch(valid, value):
+                raise UsageError(name, value, f"must be {description}; unset it to use MXNet's default")
 
 
 def check_contexts(ctx: Sequence[Context]) -> None:

@@ -16,11 +16,9 @@ import io
 import os
 import re
 import shutil
-import sys
 import threading
 import urllib.response
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,18 +36,45 @@ FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's 
 downloading = threading.local()  # has an attribute while `datasets` itself downloads in this thread
 
 
-def replace(mx: Any, data_dir: str | None) -> None:
-    """Replace the download functions of the imported mxnet."""
-    import mxnet.test_utils  # `import mxnet` does not import this module
+def replace_download(module: Any, data_dir: str | None) -> None:
+    """Change the function `download` of a module of MXNet or gluoncv."""
     import requests
 
-    for original in (mx.gluon.utils.download, mxnet.test_utils.download):
-        replacement = _replacement(original, data_dir)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("mxnet") and vars(module).get("download") is original:
-                module.download = replacement  # type: ignore[attr-defined]
-    limited = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # MXNet sets no timeout
-    mx.gluon.utils.requests = mxnet.test_utils.requests = limited
+    original = module.download
+    signature = inspect.signature(original)
+    module.requests = SimpleNamespace(get=functools.partial(requests.get, timeout=SECONDS))  # they set no timeout
+
+    def download(*args: Any, **options: Any) -> str:
+        call = signature.bind(*args, **options)
+        call.apply_defaults()
+        words = call.arguments
+        if "retries" in words:
+            words["retries"] = 1
+        url, name = words["url"], os.path.basename(words["url"])
+        if "path" in words:
+            path = os.path.expanduser(words["path"] or name)
+            target = Path(path, name) if os.path.isdir(path) else Path(path)
+        else:
+            target = Path(words["dirname"] or "", words["fname"] or name)
+            if target.exists() and not words["overwrite"]:
+                return str(target)
+        known = content(url, data_dir)
+        if known:
+            if not target.is_file() or target.read_bytes() != known:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                files.write_whole(target, lambda file: file.write(known))
+                log.say(f"using a verified copy of {target.name} for {target}")
+            return str(target)
+        place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
+        if place != target and place.exists():
+            return str(shutil.copy(place, target))
+        try:
+            return str(original(*call.args, **call.kwargs))
+        except FAILURES as error:
+            reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
+            raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
+
+    module.download = download
 
 
 def replace_urlopen(request: ModuleType, data_dir: str | None) -> None:
@@ -83,56 +108,6 @@ def replace_send(requests: ModuleType, data_dir: str | None) -> None:
         return response
 
     requests.adapters.HTTPAdapter.send = send
-
-
-def replace_download(module: Any, data_dir: str | None) -> None:
-    """Change the function of gluoncv's own module."""
-    module.download = _replacement(module.download, data_dir)
-
-
-def _replacement(original: Callable[..., str], data_dir: str | None) -> Callable[..., str]:
-    """A function of MXNet or gluoncv, which makes a single attempt, and answers with known files."""
-    signature = inspect.signature(original)
-
-    def download(*args: Any, **options: Any) -> str:
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        words = {**given.arguments, **({"retries": 1} if "retries" in signature.parameters else {})}
-        name = os.path.basename(words["url"])
-        if "path" in words:
-            path = os.path.expanduser(words["path"] or name)
-            target = Path(path, name) if os.path.isdir(path) else Path(path)
-        else:
-            target = Path(words["dirname"] or "", words["fname"] or name)
-            if target.exists() and not words["overwrite"]:
-                return str(target)
-        return provide(words["url"], target, data_dir, functools.partial(original, **words))
-
-    return download
-
-
-def provide(url: str, target: Path, data_dir: str | None, download: Callable[[], str]) -> str:
-    """If the URL names a known file, write it to target; otherwise, call download(). Returns the path.
-
-    Raises OSError if download() fails. Other exceptions: see `datasets.content`.
-    """
-    known = content(url, data_dir)
-    if known:
-        if not target.is_file() or target.read_bytes() != known:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            files.write_whole(target, lambda file: file.write(known))
-            log.say(f"using a verified copy of {target.name} for {target}")
-        return str(target)
-    place = Path(re.sub(r"\.zip[0-9a-f-]{36}$", ".zip", str(target)))  # without the model zoo's random suffix
-    if place != target and place.exists():
-        return str(shutil.copy(place, target))
-    try:
-        return download()
-    except FAILURES as error:
-        import requests
-
-        reason = "no connection" if isinstance(error, requests.ConnectionError) else type(error).__name__
-        raise OSError(f"cannot download {url} ({reason}): put the file at {place.absolute()}") from None
 
 
 def content(url: str, data_dir: str | None) -> bytes | None:

@@ -7,6 +7,7 @@ used. Packages that the user adds are in a second, small environment, which also
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import platformdirs
 
@@ -30,35 +30,28 @@ SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.ve
 DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
 
 
-class Wanted(NamedTuple):
-    """What an environment must have. python: a version in packages.PINS; None: the oldest. cpu: see
-    `packages.required`. extra: requirements that the user adds. file: the user's file of requirements."""
-
-    python: str | None = None
-    cpu: bool = False
-    extra: tuple[str, ...] = ()
-    file: str | None = None
-
-
 def folder() -> Path:
     return platformdirs.user_cache_path("gluon_mgpu") / "environments"
 
 
-def find_or_make(wanted: Wanted) -> Path:
+def find_or_make(
+    python: str | None = None, cpu: bool = False, extra: Sequence[str] = (), requirements: str | None = None
+) -> Path:
     """The Python of an environment. It is made if there is none, which takes minutes and needs the package index.
 
-    Raises Error if it cannot be made, and then leaves nothing behind.
+    python: a version in packages.PINS; None: the oldest. cpu: see `packages.required`. extra, requirements: packages
+    that the user adds, and the user's file of them. Raises Error if it cannot be made, and then leaves nothing behind.
     """
-    base = _base(wanted)
-    if not wanted.extra and wanted.file is None:
+    base = _base(python, cpu)
+    if not extra and not requirements:
         return _python(base)
     try:
-        file = [] if wanted.file is None else [f"# {wanted.file}", Path(wanted.file).read_text()]
+        content = [Path(requirements).read_text()] if requirements else []
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("requirements", wanted.file, f"cannot be read ({error})") from None
-    added = folder() / f"{base.name}-{_digest([*wanted.extra, *file[1:]])}"
+        raise UsageError("requirements", requirements, f"cannot be read ({error})") from None
+    added = folder() / f"{base.name}-{_digest([*extra, *content])}"
     if not _is_complete(added):
-        arguments = [*wanted.extra, *([] if wanted.file is None else ["-r", os.path.abspath(wanted.file)])]
+        arguments = [*extra, *(["-r", os.path.abspath(requirements)] if requirements else [])]
         _make(added, str(_python(base)), arguments, f"adding {' '.join(arguments)}", base)
     return _python(added)
 
@@ -75,50 +68,50 @@ def described() -> list[str]:
     """A line for each environment: its folder, its size, and what was asked for."""
     lines = []
     for path in sorted(folder().glob("*")):
-        content = (path / COMPLETE).read_text().split("\n") if _is_complete(path) else ["incomplete: not used"]
-        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content)}")
+        content = (path / COMPLETE).read_text() if _is_complete(path) else "incomplete: not used"
+        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content.split())}")
     return lines
 
 
-def _base(wanted: Wanted) -> Path:
+def _base(python: str | None, cpu: bool) -> Path:
     """The environment without what the user adds."""
-    versions = [wanted.python] if wanted.python else [*packages.PINS]
-    required = {version: packages.required(version, wanted.cpu) for version in versions}
+    versions = [python] if python else [*packages.PINS]
+    required = {version: packages.required(version, cpu) for version in versions}
     paths = {version: folder() / f"python{version}-{_digest(names)}" for version, names in required.items()}
     for path in paths.values():
         if _is_complete(path):
             return path
-    version, python = _find_python(versions)
+    version, found = _find_python(versions)
     mxnet, numpy, *_ = required[version]
     what = f"Python {version}, {mxnet}, {numpy} ... ({DOWNLOADS[mxnet]} to download, once)"
-    _make(paths[version], python, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
+    _make(paths[version], found, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
     return paths[version]
 
 
 def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Path | None = None) -> None:
     """Make the environment `path`. arguments: of `pip install`. base: the environment that it extends."""
+    start = time.monotonic()
     with _locked():
         if _is_complete(path):  # another process has just made it
             return
         log.say(f"{what} in {path}")
-        start, limits = time.monotonic(), path / "limits.txt"
         try:
             without_pip = ["--without-pip"] if base else []
             _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
-            if base:
-                (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
-            limits.write_text("\n".join(packages.LIMITS.split()))
             # -I: what is on PYTHONPATH is not in the environment.
             pip = [_python(path), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
-            _run("cannot install packages", *pip, "--constraint", limits, *arguments)
+            if base:
+                (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
+                limits = path / "limits.txt"
+                limits.write_text("\n".join(packages.LIMITS.split()))
+                pip += ["--constraint", limits]
+            _run("cannot install packages", *pip, *arguments)
             content = "\n".join(word for word in arguments if not word.startswith((":", "-"))).encode()
             files.write_whole(path / COMPLETE, lambda file: file.write(content))
-        except OSError as error:
-            raise _not_writable(error) from None
         finally:
             if not (path / COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)
-        log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
+    log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
 
 
 def _run(failure: str, *command: object) -> None:
@@ -129,13 +122,13 @@ def _run(failure: str, *command: object) -> None:
         finished = subprocesses.run([*map(str, command)], on_line=count)
     if finished.status:
         lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
-        network = "it needs the package index, or a folder of wheels (docs/old-programs.md)"
-        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {network}")
+        needs = "it needs space, and the package index or a folder of wheels (docs/old-programs.md)"
+        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {needs}")
 
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
     """(version, path) of the first suitable Python. If there is none, uv downloads one. Raises Error if that fails."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser() / "versions"
+    pyenv = Path(os.path.expanduser(os.environ.get("PYENV_ROOT") or "~/.pyenv"), "versions")  # there may be no home
     for version in versions:
         found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
         for python in filter(None, [*found, sys._base_executable]):  # type: ignore[attr-defined]
@@ -166,29 +159,23 @@ def _version(python: str) -> str:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Wait for other processes that make or remove environments."""
+    """Wait for other processes that make or remove environments. Raises Error if the cache cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(error) from None
-    waits = False
-    while True:
+        descriptor = os.open(folder(), os.O_RDONLY)
         try:
-            descriptor = files.lock(folder(), "environment")
-            break
-        except UsageError:
-            if not waits:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 log.say(f"waiting until another process has made an environment in {folder()}")
-            waits = True
-            time.sleep(0.5)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _not_writable(error: OSError) -> Error:
-    return Error(f"cannot write to {error.filename} ({error.strerror}): set XDG_CACHE_HOME to another folder")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise Error(
+            f"cannot write to {error.filename} ({error.strerror}): set XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def _digest(requirements: Sequence[str]) -> str:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import shlex
 import sys
-import tokenize
 from types import TracebackType
 
 from gluon_mgpu.old import packages
 from gluon_mgpu.support import log
 
-# Parts of the messages of errors that only programs for Python 2 cause
-PYTHON_2 = (
-    r"name '(basestring|long|raw_input|reduce|reload|unichr|unicode|xrange)' is not defined",
-    r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
-    r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
-    r"module 'itertools' has no attribute '(ifilter|imap|izip)'",
-    r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)' from '(itertools|urllib)'",
-    r"module 'sys' has no attribute 'maxint'|module 'string' has no attribute '(join|letters|lowercase|maketrans)'",
-    r"'dict' object has no attribute '(has_key|iteritems|iterkeys|itervalues)'",
-)
 VERSIONED = "mxnet|numpy|pandas|scipy|matplotlib|PIL"  # modules whose version depends on `--here`
 
 
 def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None, *, here: bool) -> None:
-    """Print an error as Python does, and then what to do. A program for Python 2 gets only the latter: this is
-    `sys.excepthook`. here: the program runs in the current environment, with `--here`."""
-    old = python_2_file(error)
-    if old is not None:
-        convert = f"gluon-mgpu run -m lib2to3 -w {shlex.quote(old)}"
-        return log.error(f"{old} is written for Python 2: convert it with `{convert}`")
+    """Print an error as Python does, and then what to do: this is `sys.excepthook`. here: the program runs in the
+    current environment, with `--here`."""
     sys.__excepthook__(kind, error, traceback)
     while error.__context__:  # MXNet hides which module it could not import
         error = error.__context__
-    advice = advice_on(str(error), here)
+    advice = advice_on(f"{error}: {error.text}" if isinstance(error, SyntaxError) else str(error), here)
     if advice:
         log.say(advice)
 
 
 def advice_on(message: str, here: bool = False) -> str:
     """What to do about the message of an error; empty if unknown. here: see `explain`."""
-    if is_python_2(message):
-        return "this is written for Python 2: convert it with 2to3"
+    if any(re.match(pattern, message) for pattern in packages.PYTHON_2):
+        return "this is written for Python 2: convert it with 2to3 (`gluon-mgpu run -m lib2to3 -w FILE.py`)"
     requirement = next((edition for pattern, edition in packages.EDITIONS if re.search(pattern, message)), None)
     if requirement:
         return f"the program is for another edition of the book: `gluon-mgpu run --with {requirement} ...`"
@@ -57,36 +40,3 @@ def advice_on(message: str, here: bool = False) -> str:
     name = missing[1].partition(".")[0]
     requirement = packages.REQUIREMENTS.get(missing[1], packages.REQUIREMENTS.get(name, name))
     return f"if {name} is a package, add it to the environment: `gluon-mgpu run --with {requirement} ...`"
-
-
-def python_2_file(error: BaseException) -> str | None:
-    """The file of a program for Python 2, if this error shows that it is one."""
-    if isinstance(error, SyntaxError):
-        return error.filename if error.filename and _is_converted(error.filename) else None
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place.tb_frame.f_code.co_filename if place and is_python_2(str(error)) else None
-
-
-def is_python_2(message: str) -> bool:
-    """Whether only a program for Python 2 causes an error with this message."""
-    return any(re.match(pattern, message) for pattern in PYTHON_2)
-
-
-def _is_converted(path: str) -> bool:
-    """Whether Python 3 can parse a file only after 2to3 has converted it."""
-    try:
-        from lib2to3 import refactor
-
-        with tokenize.open(path) as file:
-            text = f"{file.read()}\n"
-        tool = refactor.RefactoringTool(refactor.get_fixers_from_package("lib2to3.fixes"))
-        ast.parse(str(tool.refactor_string(text, path)))
-    except Exception:  # lib2to3 has errors of its own, and does not exist in Python 3.13
-        return False
-    try:
-        ast.parse(text)
-        return False
-    except SyntaxError:
-        return True

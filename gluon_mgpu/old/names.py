@@ -10,15 +10,11 @@ import collections.abc
 import errno
 import inspect
 import math
-import os
-import warnings
-from types import ModuleType
 from typing import Any
 
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
-STANDARD_NAMES: dict[
-    str, dict[str, Any]
-] = {  # {module: {name removed until Python 3.11: a name beside it, or a value}}
+# {module: {name removed until Python 3.11: a name beside it, or a value}}
+STANDARD_NAMES: dict[str, dict[str, Any]] = {
     "collections": {name: getattr(collections.abc, name) for name in collections.abc.__all__},
     "fractions": {"gcd": math.gcd},
     "inspect": {"getargspec": lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])},
@@ -30,15 +26,6 @@ STANDARD_NAMES: dict[
 
 def restore(module: Any, names: dict[str, Any]) -> None:
     """Add names to a module. names: {name: value, or the name of one beside it}."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hasattr may warn that a name is deprecated
-        for name, value in names.items():
-            if not hasattr(module, name):
-                setattr(module, name, getattr(module, value) if isinstance(value, str) else value)
-
-
-def restore_standard(module: ModuleType, restored: dict[str, Any]) -> None:
-    """Add names to a module of Python's, unless the program has its own module of this name."""
-    file = getattr(module, "__file__", None)  # `time` has none
-    if file is None or file.startswith(os.path.dirname(os.__file__)):
-        restore(module, restored)
+    for name, value in names.items():
+        if name not in vars(module):
+            setattr(module, name, getattr(module, value) if isinstance(value, str) else value)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -40,17 +39,20 @@ def main(path: str, out: str) -> int:
     # Use this Python, because the notebook may name a kernel that is not installed.
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
     client.create_kernel_manager()._kernel_spec = KernelSpec(argv=argv)
-    interrupts: list[int] = []
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
         client.on_cell_executed = lambda **_: bar.update()
-        client.on_notebook_start = lambda **_: _pass_on_interrupts(client, interrupts)
+        client.on_notebook_start = lambda **_: _on_signals(
+            signal.default_int_handler
+        )  # nbclient's own wait for the cell
         try:
             client.execute()
             return 0
+        except KeyboardInterrupt:
+            _on_signals(signal.SIG_IGN)
+            client.shutdown_kernel = "immediate"  # at exit: the kernel may be in a long call
+            log.say("interrupted", prefix="")
+            return 130
         except (CellExecutionError, DeadKernelError, RuntimeError) as error:
-            if interrupts:
-                log.say("interrupted", prefix="")
-                return 130
             failed = [output for cell in cells for output in cell.outputs if output.output_type == "error"]
             reason = f"{failed[-1].ename}: {failed[-1].evalue}" if failed else str(error).splitlines()[0]
             advice = explain.advice_on(failed[-1].evalue) if failed else ""
@@ -61,16 +63,9 @@ def main(path: str, out: str) -> int:
             files.write_whole(out, lambda file: file.write(text.encode()))
 
 
-def _pass_on_interrupts(client: Any, interrupts: list[int]) -> None:
-    """Let Ctrl-C interrupt the cell, and a second one kill the kernel, which may be in a long call of MXNet."""
-
-    def interrupt(number: int) -> None:
-        stop = client.km.shutdown_kernel(now=True) if interrupts else client.km.interrupt_kernel()
-        interrupts.append(number)
-        client.task = asyncio.ensure_future(stop)  # asyncio itself would not keep the task
-
+def _on_signals(handler: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+        signal.signal(number, handler)
 
 
 if __name__ == "__main__":

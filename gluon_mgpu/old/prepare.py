@@ -18,7 +18,6 @@ from types import ModuleType
 from gluon_mgpu.compat import hooks, startup
 from gluon_mgpu.old import contexts, downloads, explain, names
 from gluon_mgpu.support import subprocesses
-from gluon_mgpu.support.errors import UsageError
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
@@ -51,17 +50,13 @@ def prepare() -> None:
     text = os.environ.get(VARIABLE)
     if text is None:
         return
-    try:
-        settings = Preparation(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        print(f"error: {VARIABLE}={text}: not a value from `gluon-mgpu run` ({error}); unset it", file=sys.stderr)
-        os._exit(UsageError.exit_status)  # at Python's startup, SystemExit would print a traceback
+    settings = Preparation(**json.loads(text))
     for name, restored in names.STANDARD_NAMES.items():
-        hooks.on_import(name, functools.partial(names.restore_standard, restored=restored))
-    hooks.on_import("numpy", _prepare_numpy)
+        hooks.on_import(name, functools.partial(names.restore, names=restored))
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
     hooks.on_import("requests", functools.partial(downloads.replace_send, data_dir=settings.data_dir))
-    hooks.on_import("gluoncv.utils.download", functools.partial(downloads.replace_download, data_dir=settings.data_dir))
+    for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
+        hooks.on_import(name, functools.partial(downloads.replace_download, data_dir=settings.data_dir))
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
     sys.excepthook = functools.partial(explain.explain, here=settings.here)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
@@ -70,16 +65,9 @@ def prepare() -> None:
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
 
 
-def _prepare_numpy(np: ModuleType) -> None:
-    from gluon_mgpu.compat import numpy_names  # imports NumPy
-
-    numpy_names.restore()
-
-
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
     from gluon_mgpu.old import early_mxnet, onednn
 
-    downloads.replace(mx, settings.data_dir)
     contexts.replace(mx, settings.gpus)
     if mx.__version__ < "2":
         onednn.replace(mx)

@@ -79,16 +79,3 @@ def test_mxnets_functions_with_old_names_compute_what_numpys_did():
         print("done")
     """)
     assert output(code) == "done\n"
-
-
-def test_an_old_program_finds_the_names_of_its_numpy_and_they_compute_what_they_did():
-    code = program("""
-        from gluon_mgpu.compat import numpy_names
-        import numpy as np
-        numpy_names.restore()
-        for name in numpy_names.OF_PROGRAMS:
-            getattr(np, name)
-        a = np.array([[3, 2], [0, 1]])
-        print(np.float_(1) / 2, np.asscalar(a[:1, 1]), np.asfarray(a).dtype, np.trapz(a), np.int(2.5), np.infty)
-    """)
-    assert output(code) == "0.5 2 float64 [2.5 0.5] 2 inf\n"

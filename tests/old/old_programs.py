@@ -1,10 +1,9 @@
-"""Programs for MXNet 1.x on GPUs. `gluon-mgpu run` runs this file, which prints {program: its traceback}."""
+"""Programs for MXNet 1.x on GPUs. `gluon-mgpu run --gpus 4` runs this file."""
 
-import copy
 import itertools
-import json
 import pickle
-import traceback
+import subprocess
+import sys
 
 import mxnet as mx
 import numpy as np
@@ -15,19 +14,29 @@ from mxnet.gluon.utils import split_and_load
 GPUS = [mx.gpu(i) for i in range(4)]
 
 
-def gpu_i_is_cpu_context_i_plus_1():
+def test_gpu_i_is_cpu_context_i_plus_1():
     assert [*map(str, GPUS[:2])] == ["cpu(1)", "cpu(2)"] and mx.Context("gpu", 1) == mx.gpu(1) != mx.cpu(1)
     with mx.gpu(1):
         zero = nd.zeros(1)
     assert zero.context == GPUS[1] and zero.asscalar() == 0
     mx.gpu(1).empty_cache()
-    context = mx.Context.__new__(mx.Context)
-    vars(context).update(device_typeid=2, device_id=1)  # on a machine with GPUs
-    assert pickle.loads(pickle.dumps(context)) == GPUS[1]
+    assert pickle.loads(pickle.dumps(GPUS[1])) == GPUS[1]
     assert mx.kv.create("nccl").type == "device"
 
 
-def an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
+def test_every_query_about_gpus_has_the_number_that_the_user_gave_which_is_also_the_most():
+    from mxnet.gluon.contrib.estimator.estimator import num_gpus
+    from mxnet.test_utils import list_gpus
+
+    answers = num_gpus(), mx.context.num_gpus(), mx.util.get_gpu_count(), mx.npx.num_gpus(), len(list_gpus())
+    assert answers == (4, 4, 4, 4, 4)
+    with pytest.raises(mx.MXNetError, match=r"gpu\(4\)"):
+        mx.gpu(4)
+    code = "import mxnet as mx; print(mx.gpu(3), mx.context.num_gpus())"
+    assert subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL) == b"cpu(4) 4\n"
+
+
+def test_an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
     pinned = next(iter(gluon.data.DataLoader(nd.ones((4, 3)), 4, pin_memory=True)))
     for host in (nd.ones((4, 3)), pinned):
         for on_gpu in (host.as_in_context(GPUS[0]), *split_and_load(host, GPUS[:1])):
@@ -39,31 +48,7 @@ def an_array_in_host_memory_does_not_change_with_its_copy_on_a_gpu():
             assert on_host.sum().asscalar() == 24
 
 
-def arrays_return_to_the_gpu_on_which_they_were_saved():
-    sparse = nd.sparse.row_sparse_array(([[1.0]], [2]), shape=(3, 1), ctx=GPUS[0])
-    for a in (nd.ones((2, 3), GPUS[0]), sparse):
-        assert copy.deepcopy(a).context == pickle.loads(pickle.dumps(a)).context == GPUS[0]
-    arrays = {"host": nd.ones(3), "half": nd.ones(3, GPUS[1], "float16"), "gpu": nd.ones(2, GPUS[0])}
-    nd.save("dict", arrays)
-    nd.save("list", list(arrays.values()))
-    for found in (nd.load("dict"), dict(zip(arrays, nd.load("list")))):
-        for name, a in arrays.items():
-            assert found[name].context == a.context and (found[name].asnumpy() == a.asnumpy()).all()
-
-
-def updates_of_gpu_0_are_counted_as_on_a_machine_with_gpus():
-    net = gluon.nn.Dense(1, in_units=2)
-    net.initialize(ctx=GPUS[:2])
-    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
-    for c in GPUS[:2]:
-        with autograd.record():
-            loss = net(nd.ones((1, 2), c))
-        loss.backward()
-    trainer.step(1)
-    assert trainer._updaters[0].optimizer._all_index_update_counts == {0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}}
-
-
-def fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet():
+def test_fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet():
     for n, sizes in ((2, [1, 1]), (5, [2, 1, 1, 1])):
         shards = split_and_load(nd.ones((n, 3)), GPUS, even_split=False)
         assert [(len(x), x.context) for x in shards] == list(zip(sizes, GPUS))
@@ -71,7 +56,7 @@ def fewer_examples_than_gpus_are_split_as_in_early_versions_of_mxnet():
         split_and_load(nd.ones((2, 3)), GPUS)
 
 
-def names_of_early_versions_exist_and_a_constant_may_be_a_list():
+def test_names_of_early_versions_exist_and_a_constant_may_be_a_list():
     assert mx.gluon.autograd.record and mx.optimizer.sgd_mom_update
     constant, a = mx.init.Constant([[0, 1], [1, 0]]), nd.zeros((2, 2))
     constant(mx.init.InitDesc("a_weight"), a)
@@ -80,7 +65,7 @@ def names_of_early_versions_exist_and_a_constant_may_be_a_list():
         assert mx.sym.var("a", init=value).attr("__init__") == f'["constant", {{"value": {text}}}]'
 
 
-def metrics_reset_and_count_as_in_early_versions_of_mxnet():
+def test_metrics_reset_and_count_as_in_early_versions_of_mxnet():
     class Tasks(mx.metric.EvalMetric):  # early versions called reset also for reset_local
         def reset(self):
             if not hasattr(self, "sum_metric"):
@@ -104,7 +89,7 @@ def metrics_reset_and_count_as_in_early_versions_of_mxnet():
     assert two.get_name_value() == [("two_0", 1), ("two_1", 0)] and (top.get()[1], top.top_k) == (1, 20)
 
 
-def conv1d_before_batch_norm_trains_with_any_number_of_channels():
+def test_conv1d_before_batch_norm_trains_with_any_number_of_channels():
     X = nd.random.normal(shape=(8, 16, 40))
     for hybridize, (dilation, groups) in itertools.product((False, True), ((1, 1), (2, 4))):  # MXNet fails with (1, 1)
         net = gluon.nn.HybridSequential()
@@ -117,14 +102,13 @@ def conv1d_before_batch_norm_trains_with_any_number_of_channels():
             cubes = Y**3
         cubes.backward()
         weight, bias = convolution.weight, convolution.bias
-        assert weight.shape == (16, 16 // groups, 3) and len(Y) == 8
         assert np.isfinite(Y.asnumpy()).all() and np.abs(weight.grad().asnumpy()).max() > 0
         kernel = {"kernel": (1, 3), "stride": (1, 2), "pad": (0, 1), "dilate": (1, dilation), "num_group": groups}
         two = nd.Convolution(X.expand_dims(2), weight.data().expand_dims(2), bias.data(), num_filter=16, **kernel)
         assert nd.abs(convolution(X) - nd.relu(two).squeeze(2)).max().asscalar() < 1e-5
 
 
-def an_error_of_mxnet_on_cpus_ends_with_what_to_do():
+def test_an_error_of_mxnet_on_cpus_ends_with_what_to_do():
     with pytest.raises(mx.MXNetError) as half:
         nd.Convolution(
             *(nd.ones((1, 1, 2, 2), dtype="float16"),) * 2, kernel=(2, 2), num_filter=1, no_bias=True
@@ -141,7 +125,7 @@ def an_error_of_mxnet_on_cpus_ends_with_what_to_do():
         assert advice in str(error.value).splitlines()[-1]
 
 
-def sync_batch_norm_on_two_gpus_is_batch_norm_on_one():
+def test_sync_batch_norm_on_two_gpus_is_batch_norm_on_one():
     X = nd.random.normal(shape=(4, 3, 6, 6))
 
     def gradients(layer, ctx):
@@ -161,13 +145,5 @@ def sync_batch_norm_on_two_gpus_is_batch_norm_on_one():
     np.testing.assert_allclose(sync, gradients(gluon.nn.BatchNorm, GPUS[:1]), atol=1e-3 * np.abs(sync).max())
 
 
-PROGRAMS = {name: value for name, value in globals().items() if getattr(value, "__module__", "") == __name__}
-
 if __name__ == "__main__":
-    failed = {}
-    for name, program in PROGRAMS.items():
-        try:
-            program()
-        except BaseException:
-            failed[name] = traceback.format_exc()
-    print(json.dumps(failed))
+    sys.exit(pytest.main(["-qsc", "/dev/null", "--noconftest", "-p", "no:cacheprovider", __file__]))

@@ -62,10 +62,14 @@ def test_two_processes_make_it_once_and_it_has_what_the_table_says(folder):
     processes = [start(folder) for _ in range(2)]
     wait(lambda: installs(folder))
     (folder / "wait").unlink()
-    for process in (*processes, start(folder)):
+    for process in processes:
         assert process.communicate(timeout=runs.HORIZON)[0] == "ran old.py x\n"
     [pip] = installs(folder)
     assert set(packages.PINS["3.8"].split()) <= set(pip.split())
+    (folder / "requirements.txt").write_text("mxboard")  # mentioned, but not used
+    out, notice = start(folder).communicate(timeout=runs.HORIZON)
+    assert out == "ran old.py x\n" and "--requirements requirements.txt" in notice and notice.count("\n") == 1
+    assert len(installs(folder)) == 1
 
 
 ENDS = {"failure": 1, "Ctrl-C": 130, "SIGKILL": -9}
@@ -87,14 +91,16 @@ def test_after_a_failure_it_is_made_anew(folder, end):
 
 
 def test_other_pins_and_added_packages_have_their_own_and_removal_removes_all(folder, monkeypatch):
-    wanted, added = environment.Wanted(), environment.Wanted(extra=("gluoncv==0.10.5",))
     (folder / "list.txt").write_text("mxboard\n")
-    from_file = environment.Wanted(file=str(folder / "list.txt"))
-    before, *pythons = map(environment.find_or_make, (wanted, added, from_file, added))
+    added = {"extra": ["gluoncv==0.10.5"]}
+    options = ({}, added, {"requirements": str(folder / "list.txt")}, added)
+    before, *pythons = (environment.find_or_make(**given) for given in options)
     assert len({before, *pythons}) == 3 and len(installs(folder)) == 3
     assert "numpy==" not in installs(folder)[1]  # what the first environment has is not installed again
+    # pip says that a package is in conflict, not that it cannot be found, if limits and requirements both name it
+    assert ["--constraint" in words for words in installs(folder)] == [False, True, True]
     monkeypatch.setitem(packages.PINS, "3.8", "numpy==1.19.4 pandas==1.1.5")
-    assert environment.find_or_make(wanted) != before
+    assert environment.find_or_make() != before
     os.unlink(before)  # as if the Python that it links to had been removed
     assert [" MB: " in line for line in environment.described()] == [True] * 4
     assert runs.gluon_mgpu("run", "--environment", "show").stdout.count("\n") == 4
@@ -104,7 +110,7 @@ def test_other_pins_and_added_packages_have_their_own_and_removal_removes_all(fo
 def test_without_a_python_or_a_writable_cache_the_error_says_what_to_do(folder):
     def fails_with(words):
         with pytest.raises(Error, match=words):
-            environment.find_or_make(environment.Wanted(python="3.8"))
+            environment.find_or_make("3.8")
 
     (folder / "bin/python3.8").unlink()
     fails_with("uv")
@@ -145,7 +151,7 @@ def test_beside_cuda_it_has_cuda_unless_the_user_says_cpu(monkeypatch):
 @pytest.mark.slow
 def test_a_real_one_runs_without_the_package_index_from_a_folder_of_wheels(tmp_path, stock):
     """The wheels that a real environment needs are enough for another one. Both run the program."""
-    python = environment.find_or_make(environment.Wanted(cpu=True))
+    python = environment.find_or_make(cpu=True)
     frozen = finished(python, "-I", "-m", "pip", "list", "--format=freeze").stdout.split()
     download = [python, "-I", "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "wheels", *frozen]
     assert finished(*download, timeout=1800).returncode == 0
