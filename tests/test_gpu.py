@@ -12,7 +12,7 @@ import pytest
 from mxnet import nd
 from runs import call, finished, gluon_mgpu
 from test_steps import LESSONS, LIMIT, assert_twenty_steps_end_at, expected  # noqa: F401 (a fixture)
-from test_twins import ROOT, TORCHRUN, run  # noqa: F401 (a fixture)
+from test_twins import ROOT, TORCHRUN, run
 
 from gluon_mgpu import train
 from gluon_mgpu.commands.check import check
@@ -151,7 +151,7 @@ def test_an_old_program_runs_on_the_gpus_that_it_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
-def test_two_processes_of_pytorch_on_gpus_have_the_parameters_of_scratch(name, run):  # noqa: F811
+def test_two_processes_of_pytorch_on_gpus_have_the_parameters_of_scratch(name, tmp_path):
     count = finished(sys.executable, "-c", "import torch; print(torch.cuda.device_count())").stdout.strip()
     if not count.isdecimal() or count == "0":
         pytest.skip("needs a PyTorch that can use the GPU")
@@ -159,11 +159,11 @@ def test_two_processes_of_pytorch_on_gpus_have_the_parameters_of_scratch(name, r
         done = finished(*TORCHRUN, ROOT / "docs/pytorch/fsdp.py", "--device", "cuda", "--dataset", "synthetic")
         assert done.returncode and "--device cpu" in done.stderr
     else:
-        run(TORCHRUN, f"pytorch/{name}.py", "--device", "cuda")
+        run(tmp_path, TORCHRUN, f"pytorch/{name}.py", "cuda")
 
 
 @pytest.mark.parametrize("name", ["scratch", "sharding"])
-def test_jax_on_gpus_has_the_parameters_of_scratch(name, run):  # noqa: F811
+def test_jax_on_gpus_has_the_parameters_of_scratch(name, tmp_path):
     if finished(sys.executable, "-c", "import jax; jax.devices('gpu')").returncode:
         pytest.skip("needs a JAX that can use the GPU")
-    run([sys.executable], f"jax/{name}.py", "--device", "gpu")
+    run(tmp_path, [sys.executable], f"jax/{name}.py", "gpu")
