@@ -1,6 +1,5 @@
 """Parity: what the checks report on this code, on the notebooks' recorded values and on planted faults."""
 
-import functools
 import itertools
 
 import mxnet as mx
@@ -50,16 +49,6 @@ def gradients_not_summed(replace):
     replace(Trainer, "_allreduce_grads", lambda trainer: None)
 
 
-def divided_by_the_shards_size(replace):
-    train_batch, step = scratch.train_batch, Trainer.step
-
-    def larger_lr(X, y, device_params, ctx, lr, **options):
-        return train_batch(X, y, device_params, ctx, lr * len(ctx), **options)
-
-    replace(scratch, "train_batch", larger_lr)
-    replace(Trainer, "step", lambda trainer, n: step(trainer, n / len(trainer._contexts)))
-
-
 def one_shard_for_all(replace):
     for module in (scratch, highlevel):
 
@@ -76,26 +65,11 @@ def learning_rate_a_tenth(replace):
     replace(Trainer, "set_learning_rate", lambda trainer, lr: set_learning_rate(trainer, lr / 10))
 
 
-def biases_not_updated(replace):
-    sgd, initialize = scratch.sgd, highlevel.initialize
-    replace(scratch, "sgd", lambda params, lr, batch_size: sgd(params[::2], lr, batch_size))
-
-    @functools.wraps(initialize)  # keeps its arguments
-    def without_biases(net, *args, **options):
-        initialize(net, *args, **options)
-        for p in net.collect_params(".*bias").values():
-            p.lr_mult = 0
-
-    replace(highlevel, "initialize", without_biases)
-
-
 # {fault: the checks that catch it, in both implementations}
 CAUGHT = {
     gradients_not_summed: {examples.EXAMPLES, drift.CHECK},
-    divided_by_the_shards_size: {drift.CHECK},
     one_shard_for_all: {examples.EXAMPLES, drift.CHECK},
     learning_rate_a_tenth: {drift.CHECK},
-    biases_not_updated: {drift.CHECK},
 }
 FAST = (gradients_not_summed,)
 
