@@ -1,7 +1,6 @@
 """`evaluate`: NumPy computes its numbers again."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,15 +63,6 @@ def test_parameters_that_are_not_finite_are_noted_by_name(run, tmp_path, capsys)
     evaluate.load(tmp_path, device="cpu")
     (notice,) = capsys.readouterr().err.splitlines()
     assert "W3" in notice and "W1" not in notice
-
-
-def test_memory_does_not_grow_with_the_batch_size_in_the_checkpoint(run, monkeypatch):
-    trained = evaluate.load(run, device="cpu")
-    trained = trained._replace(config=replace(trained.config, batch_size=10**9))
-    images, sizes = np.zeros((2500, 1, 28, 28), np.uint8), []
-    predict = trained.model.predict
-    monkeypatch.setattr(trained.model, "predict", lambda X: sizes.append(len(X)) or predict(X))
-    assert len(evaluate.scores(trained, images)) == sum(sizes) == len(images) and max(sizes) < len(images)
 
 
 def grey(image, tmp_path, **save):

@@ -1,9 +1,6 @@
 """Parity: what the checks report on this code, on the notebooks' recorded values and on planted faults."""
 
-import itertools
-
 import mxnet as mx
-import numpy as np
 import pytest
 from batch_size import experiment
 from forks import forked
@@ -143,16 +140,3 @@ def test_every_kept_run_is_within_the_bands_and_one_that_never_learns_is_outside
     assert len(kept) == 17
     assert all(within(accuracies, kept, kept, bands.DIGITS) for accuracies in kept)
     assert not within([0.1] * len(kept[0]), kept, kept, bands.DIGITS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECORDED)
-def test_fewer_than_1_in_100_ways_to_draw_the_notebook_and_new_runs_from_the_kept_ones_raises_an_alarm(recipe):
-    kept, digits = np.array(bands.kept(recipe)), bands.decimals(RECIPES[recipe].test_accuracy)
-    alarms, ways = 0, 0
-    for record in range(len(kept)):
-        rest = [i for i in range(len(kept)) if i != record]
-        for new in itertools.combinations(rest, 3):
-            alarms += not within(kept[record], kept[[*new]], kept[rest], digits)
-            ways += 1
-    assert alarms < ways / 100
