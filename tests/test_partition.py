@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 from mxnet.ndarray import register
-from reference import additions, assert_close, losses_and_gradients
+from reference import additions, assert_close, steps
 from runs import ROOT, overlap
 
 from gluon_mgpu import partition, scratch
@@ -60,13 +60,8 @@ def joined(way, device_params, read):
 @cache
 def float64_steps():
     """For each of SIZES: the losses and gradients of a step, and the parameters after it."""
-    params, steps = [p.asnumpy().astype(np.float64) for p in parameters()], []
-    for seed, n in enumerate(SIZES):
-        X, y = batch(n, seed)
-        losses, gradients = losses_and_gradients(params, X.asnumpy().astype(np.float64), y.asnumpy().astype(int))
-        params = [p - LR * gradient / n for p, gradient in zip(params, gradients)]
-        steps.append((losses, gradients, params))
-    return steps
+    batches = [[array.asnumpy() for array in batch(n, seed)] for seed, n in enumerate(SIZES)]
+    return [*steps([p.asnumpy() for p in parameters()], batches, LR)]
 
 
 @each_way

@@ -27,11 +27,10 @@ OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".spl
 def trained():
     """The parameters after 8 steps in float64, and the largest change of each array in each step."""
     data, order = datasets.load("synthetic", limit=SIZE * STEPS), batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
-    params, changes = [p.astype(np.float64) for p in reference.initial()], []
-    for chosen in np.split(order, STEPS):
-        before = params
-        params = reference.step(before, data.train_images[chosen] / 255, data.train_labels[chosen].astype(int), LR)
-        changes.append([np.abs(a - b).max() for a, b in zip(params, before)])
+    given = [(data.train_images[chosen] / 255, data.train_labels[chosen]) for chosen in np.split(order, STEPS)]
+    path = [reference.initial(), *(params for _, _, params in reference.steps(reference.initial(), given, LR))]
+    changes = [[np.abs(a - b).max() for a, b in zip(*pair)] for pair in zip(path, path[1:])]
+    params = path[-1]
     return params, np.array(changes)
 
 

@@ -97,29 +97,17 @@ ATTRIBUTES = {  # without effect, or written defaults
 LENGTHS = s.SequenceMask(X, s.var("size"), use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)
 WORDS = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1)
 LSTM = {"data": (5, 2, 3), "h": (1, 2, 4), "c": (1, 2, 4)}
+LARGEST = [(1, 2, 4), (1, 2, 4), (10, 2, 3)]
+ONE = s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4)
+MASKED = s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2))
 # {what is special: the network, its inputs with a batch, the shapes given for them, the last inputs of the check}
 NETWORKS = {
     "old attributes": (old_layers(), {"data": (2, 3, 8, 8)}, {"data": (3, 8, 8)}, [(2, 3, 8, 8)]),
-    "batch on axis 1": (
-        *(lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}),
-        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
-    ),
-    "batch on axis 1, found": (
-        *(lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}),
-        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
-    ),
-    "lengths": (
-        *(s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}),
-        [(2, 10, 6), (2,)],
-    ),
-    "one example": (
-        *(s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4), {"data": (1, 6)}, {"data": (6,)}),
-        [(1, 6)],
-    ),
-    "inputs of different ranks": (
-        s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2)),
-        *({"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
-    ),
+    "batch on axis 1": (lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}, LARGEST),
+    "batch on axis 1, found": (lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}, LARGEST),
+    "lengths": (s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}, [(2, 10, 6), (2,)]),
+    "one example": (ONE, {"data": (1, 6)}, {"data": (6,)}, [(1, 6)]),
+    "different ranks": (MASKED, {"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
 }
 
 
