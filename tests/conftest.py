@@ -90,15 +90,6 @@ def curves():
 
 
 @pytest.fixture(scope="session")
-def mxnet():
-    """Runs programs that use MXNet with two contexts, as forks."""
-    imports = "import gluon_mgpu\ngluon_mgpu.configure(2)\nimport gluon_mgpu.training.models\n"
-    scripts = f"import sys\nsys.path.append({str(ROOT / 'scripts')!r})\n"
-    with Forks(imports + scripts) as forks:
-        yield forks
-
-
-@pytest.fixture(scope="session")
 def pytorch():
     """Runs programs that use PyTorch, as forks."""
     imports = "import numpy, onnx, torch, torch.nn.parallel, torch.onnx.symbolic_opset17"

@@ -62,11 +62,8 @@ def test_resnet18_on_a_gpu_takes_the_step_of_a_cpu_except_for_rounding():
                 changes[name] -= variance / (16 * positions[variance.size])
         return {kind: np.concatenate([changes[name].ravel() for name in names]) for kind, names in kinds.items()}
 
-    right, other, on_gpu = (
-        after_a_step(mx.cpu(0), first),
-        after_a_step(mx.cpu(0), rounded),
-        after_a_step(GPUS[0], first),
-    )
+    starts = (mx.cpu(0), first), (mx.cpu(0), rounded), (GPUS[0], first)
+    right, other, on_gpu = (after_a_step(*start) for start in starts)
     for kind, change in right.items():
         error, by_rounding = (np.linalg.norm(a[kind] - change) for a in (on_gpu, other))
         print(f"{kind}: {np.linalg.norm(change):.1e}; error {error:.1e}, by rounding {by_rounding:.1e}")

@@ -4,12 +4,10 @@ import contextlib
 import io
 import json
 
-import batch_size.experiment
 import numpy as np
 import pytest
 import runs
 from batch_size.cli import batch_size as command
-from forks import forked
 
 pytestmark = pytest.mark.slow
 SMALL = ("--dataset", "synthetic", "--limit", "600", "--epochs", "2", "--device", "cpu")
@@ -20,10 +18,10 @@ FOLDERS = (
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory, mxnet):
+def experiment(tmp_path_factory):
     """(folder, what was printed) of one experiment."""
     out, printed = tmp_path_factory.mktemp("experiment"), io.StringIO()
-    with forked(batch_size.experiment, mxnet), contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
         command.main([*SMALL, "--out", str(out)])
     assert ended.value.code == 0
     return out, printed.getvalue()

@@ -2,8 +2,6 @@
 
 import mxnet as mx
 import pytest
-from batch_size import experiment
-from forks import forked
 from mxnet.gluon import Trainer
 from parity import bands, drift, examples
 from parity import run as whole
@@ -87,16 +85,15 @@ def test_correct_code_raises_no_alarm_with_any_seed(seed, monkeypatch):
 
 
 @pytest.fixture
-def add_recipe(monkeypatch, mxnet):
-    """Adds a recipe that trains briefly and has two made-up kept runs. Runs are trained in forks."""
+def add_recipe(monkeypatch):
+    """Adds a recipe that trains briefly and has two made-up kept runs."""
 
     def add(name, accuracy=(0.1, 0.1), **options):
         small = {"impl": "scratch", "dataset": "synthetic", "gpus": 2, "batch_size": 64, "lr": 0.1, "limit": 300}
         monkeypatch.setitem(RECIPES, name, recipes.Recipe("a test", {**small, "epochs": 2, **options}, accuracy))
 
     monkeypatch.setattr(bands, "kept", lambda recipe: [[0.1, 0.2], [0.2, 0.1]])
-    with forked(experiment, mxnet):
-        yield add
+    return add
 
 
 @pytest.mark.slow
