@@ -92,7 +92,7 @@ def curves():
 @pytest.fixture(scope="session")
 def pytorch():
     """Runs programs that use PyTorch, as forks."""
-    imports = "import numpy, onnx, torch, torch.nn.parallel, torch.onnx.symbolic_opset17"
+    imports = "import numpy, onnx, torch._dynamo, torch.nn.parallel, torch.onnx.symbolic_opset17"
     optional = "import contextlib\nwith contextlib.suppress(ImportError):\n"
     with Forks(f"{optional}    {imports}, safetensors.torch\n") as forks:
         yield forks

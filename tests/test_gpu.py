@@ -15,7 +15,6 @@ from test_steps import LESSONS, LIMIT, assert_twenty_steps_end_at, expected  # n
 from test_twins import ROOT, TORCHRUN, run
 
 from gluon_mgpu import train
-from gluon_mgpu.commands.check import check
 from gluon_mgpu.commands.evaluate import evaluate
 from gluon_mgpu.compat import cuda
 from gluon_mgpu.training.config import Config
@@ -95,13 +94,6 @@ def test_evaluate_finds_the_same_answers_on_a_gpu_and_a_cpu(runs, capfd):
     gpu, cpu = (call(capfd, evaluate, runs["gpu"], "--device", device) for device in ("gpu", "cpu"))
     (title, *on_gpu), (_, *on_cpu) = gpu[1].splitlines(), cpu[1].splitlines()
     assert gpu[0] == 0 and "gpu(0)" in title and on_gpu == on_cpu
-
-
-@needs_two
-@pytest.mark.parametrize("lesson", ["scratch", "highlevel"])
-def test_a_step_on_two_gpus_is_that_of_one(lesson, capfd):
-    status, out, err = call(capfd, check, lesson, "--gpus", 2, "--device", "gpu")
-    assert status == 0, out + err
 
 
 SMALL = "--dataset synthetic --limit 512 --seed 1 --epochs 1".split()
