@@ -22,12 +22,13 @@ SIZE, STEPS, LR = 256, 8, 0.02
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Runs a program as torchrun does, in a fork that has imported torch._dynamo, which takes seconds. Arguments: its own.
 LAUNCH = """
-import os, runpy, socket, sys
+import os, runpy, socket, sys, torch
+torch.set_num_threads(1)
 with socket.create_server(("", 0)) as free:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
 child = os.fork()
 rank = "1" if child else "0"
-os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank, OMP_NUM_THREADS="1")
+os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 sys.stdout.flush()
