@@ -147,10 +147,10 @@ MISSING -= {(row.lesson, row.data) for row in ROWS}
 ROWS += [Row(*pair, "plain", "impl", *"------") for pair in sorted(MISSING)]
 
 
-def rows(operation, *marks, cell="yes"):
+def rows(operation, cell="yes"):
     """The rows with this cell for an operation, as parameters of a test."""
     found = [row for row in ROWS if getattr(row, operation) == cell]
-    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=[*marks, *row.marks]) for row in found]
+    return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=row.marks) for row in found]
 
 
 def selected(request):
@@ -435,13 +435,13 @@ def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, 
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("row", rows("convert", cell="gluon"))
+@pytest.mark.parametrize("row", rows("convert", "gluon"))
 def test_gluon_loads_a_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
     assert_converted("gluon", row, runs, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("row", rows("convert", cell="all"))
+@pytest.mark.parametrize("row", rows("convert", "all"))
 @pytest.mark.parametrize("to", TARGETS)
 def test_every_format_of_a_converted_network_computes_the_same_scores(to, row, runs, pytorch, tmp_path):
     with in_forks(pytorch):
@@ -484,7 +484,7 @@ def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, b
 
 
 @needs_mpi
-@pytest.mark.parametrize("row", rows("workers", cell="about"))
+@pytest.mark.parametrize("row", rows("workers", "about"))
 def test_two_workers_train_like_a_plain_loop(row, runs, by_workers):
     assert_same_training(runs.path(row, "workers"), Reference(row, runs).train(lambda step: 2, workers=2))
 
