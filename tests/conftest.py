@@ -90,18 +90,9 @@ def curves():
 
 
 @pytest.fixture(scope="session")
-def mxnet():
-    """Runs programs that use MXNet with two contexts, as forks."""
-    imports = "import gluon_mgpu\ngluon_mgpu.configure(2)\nimport gluon_mgpu.training.models\n"
-    scripts = f"import sys\nsys.path.append({str(ROOT / 'scripts')!r})\n"
-    with Forks(imports + scripts) as forks:
-        yield forks
-
-
-@pytest.fixture(scope="session")
 def pytorch():
     """Runs programs that use PyTorch, as forks."""
-    imports = "import numpy, onnx, torch, torch.nn.parallel, torch.onnx.symbolic_opset17"
+    imports = "import numpy, onnx, torch._dynamo, torch.nn.parallel, torch.onnx.symbolic_opset17"
     optional = "import contextlib\nwith contextlib.suppress(ImportError):\n"
     with Forks(f"{optional}    {imports}, safetensors.torch\n") as forks:
         yield forks

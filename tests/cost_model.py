@@ -1,5 +1,4 @@
-"""The cost model of the page "Does a second device pay off?", written a second time: messages are simulated one by one,
-and the terms are fitted with NumPy."""
+"""The cost of a step in the page "Does a second device pay off?", written a second time and fitted with NumPy."""
 
 import json
 import sys
@@ -8,43 +7,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-
-
-def star(k, size):
-    return [(False, size, [(i, 0) for i in range(1, k)]), (True, size, [(0, i) for i in range(1, k)])]
-
-
-def tree(k, size):
-    levels, distance = [], 1
-    while distance < k:
-        levels.append([(i + distance, i) for i in range(0, k - distance, 2 * distance)])
-        distance *= 2
-    levels += [[(parent, child) for child, parent in level] for level in reversed(levels)]
-    return [(True, size, level) for level in levels]
-
-
-def ring(k, size):
-    return [(True, size / k, [(i, (i + 1) % k) for i in range(k)])] * (2 * (k - 1))
-
-
-ROUNDS = {"star": star, "tree": tree, "ring": ring}  # by their names on the page
-
-
-def allreduce_seconds(way, devices, size, latency, bandwidth):
-    """The seconds until the last message has arrived, and every device has heard from all.
-
-    A way has rounds: (waits, bytes, [(sender, receiver), ...]). A device sends one message at a time and receives one
-    at a time, in the order of the lists. If a round waits, a device passes on what it has received before the round.
-    """
-    sends, receives, heard = [0.0] * devices, [0.0] * devices, [{i} for i in range(devices)]
-    for waits, message_size, messages in ROUNDS[way](devices, size):
-        before, known = list(receives), [set(senders) for senders in heard]
-        for sender, receiver in messages:
-            start = max(sends[sender], receives[receiver], before[sender] if waits else 0)
-            sends[sender] = receives[receiver] = start + latency + message_size / bandwidth
-            heard[receiver] |= known[sender] if waits else {sender}
-    assert heard == [set(range(devices))] * devices
-    return max(receives)
 
 
 def step_row(contexts, batch_size, cores):

@@ -46,10 +46,13 @@ def losses_and_gradients(params, X, y):
     return -log_p[examples, y], (_lenet_gradients if len(params) == 8 else _dense_gradients)(params, X, d)
 
 
-def step(params, X, y, lr):
-    """The parameters after a step of SGD on the mean loss."""
-    _, gradients = losses_and_gradients(params, X, y)
-    return [p - lr / len(X) * g for p, g in zip(params, gradients)]
+def steps(params, batches, lr):
+    """Yields the losses, the gradients and the new parameters of each step of SGD. batches: [(X, y)] of arrays."""
+    params = [p.astype(np.float64) for p in params]
+    for X, y in batches:
+        losses, gradients = losses_and_gradients(params, X.astype(np.float64), y.astype(int))
+        params = [p - lr / len(X) * g for p, g in zip(params, gradients)]
+        yield losses, gradients, params
 
 
 def _dense_gradients(params, X, d):

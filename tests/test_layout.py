@@ -1,7 +1,6 @@
 """What can be told without running the package: imports, scripts, types."""
 
 import ast
-import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,13 +37,6 @@ def imported(path):
     return {name.removeprefix("gluon_mgpu.") for name in found if name.startswith("gluon_mgpu.")} & MODULES.keys()
 
 
-def imported_by_name(path):
-    """The calls in a file that import modules of this package, or modules that cannot be told from the code."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    named = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__")]
-    return [ast.unparse(call) for call in named if not re.match(r"'(?!gluon_mgpu|\.)", ast.unparse(call.args[0]))]
-
-
 IMPORTS = {name: imported(path) for name, path in MODULES.items()}
 
 
@@ -56,13 +48,6 @@ def test_imports_only_go_down_except_that_an_own_lesson_is_checked_before_it_is_
     imports = {(name, other) for name, others in IMPORTS.items() for other in others}
     imports -= {("training.train", "check.mxnet")}
     assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
-
-
-def test_only_commands_and_the_lessons_loader_import_modules_by_name():
-    lower = {
-        name: path for name, path in MODULES.items() if layer(name) < layer("commands") and name != "training.lessons"
-    }
-    assert not [f"{path}: {call}" for path in lower.values() for call in imported_by_name(path)]
 
 
 def test_the_training_loop_does_not_know_the_lessons():

@@ -1,6 +1,5 @@
 """The three ways to split LeNet across devices, compared with NumPy in float64."""
 
-import re
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 from mxnet.ndarray import register
-from reference import additions, assert_close, losses_and_gradients
+from reference import additions, assert_close, steps
 from runs import ROOT, overlap
 
 from gluon_mgpu import partition, scratch
@@ -61,13 +60,8 @@ def joined(way, device_params, read):
 @cache
 def float64_steps():
     """For each of SIZES: the losses and gradients of a step, and the parameters after it."""
-    params, steps = [p.asnumpy().astype(np.float64) for p in parameters()], []
-    for seed, n in enumerate(SIZES):
-        X, y = batch(n, seed)
-        losses, gradients = losses_and_gradients(params, X.asnumpy().astype(np.float64), y.asnumpy().astype(int))
-        params = [p - LR * gradient / n for p, gradient in zip(params, gradients)]
-        steps.append((losses, gradients, params))
-    return steps
+    batches = [[array.asnumpy() for array in batch(n, seed)] for seed, n in enumerate(SIZES)]
+    return [*steps([p.asnumpy() for p in parameters()], batches, LR)]
 
 
 @each_way
@@ -162,38 +156,3 @@ def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_b
 def test_more_devices_than_parts_are_a_usage_error(way, devices):
     with pytest.raises(UsageError):
         partition.WAYS[way][0](parameters(), contexts(devices))
-
-
-def schedule(k, m, ahead):
-    """{(F or B, stage, micro-batch): its unit of time} in a step with k stages and m micro-batches. ahead: each stage's
-    forward passes before its first backward pass; then, it computes one backward and one forward pass in turn."""
-    stages = [[("F", i) for i in range(first)] for first in ahead]
-    for first, tasks in zip(ahead, stages):
-        for i in range(m):
-            tasks += [("B", i), *[("F", first + i)] * (first + i < m)]
-    done, time = {}, 0
-    while any(stages):
-        time += 1
-        for d, tasks in enumerate(stages):
-            kind, i = tasks[0] if tasks else (None, None)
-            before = (kind, d - 1 if kind == "F" else d + 1, i)
-            if kind and (d == (0 if kind == "F" else k - 1) or done.get(before, time) < time):
-                done[kind, d, i] = time
-                tasks.pop(0)
-    return done
-
-
-def test_the_page_s_picture_of_pipelines_is_that_of_a_simulation():
-    page, k, m = (ROOT / "docs/partition.md").read_text(), 4, 8
-    rows = re.findall(r'<g class="row">(.*)</g>', (ROOT / "docs/pictures/pipeline.svg").read_text())
-    cells = [re.findall(r'<g class="(.)"><rect x="(\d+)".*?>(\d+)</text>', row) for row in rows]
-    for first, ahead in ((0, [m] * k), (k, [k - d for d in range(k)])):  # all forward, then all backward; and 1F1B
-        done = schedule(k, m, ahead)
-        drawn = {
-            (kind.upper(), d, int(i) - 1): (int(x) - 78) / 25 + 1
-            for d, row in enumerate(cells[first : first + k])
-            for kind, x, i in row
-        }
-        assert drawn == done and len(done) == 2 * k * m
-        assert f"idle {1 - 2 * m / max(done.values()):.0%}" in page
-    assert "at most 4, 3, 2 and 1 micro-batches" in page and ahead == [4, 3, 2, 1]

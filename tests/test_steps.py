@@ -25,10 +25,9 @@ START = reference.initial(biases=0.1)
 
 @pytest.fixture(scope="module")
 def expected():
-    params = [p.astype(np.float64) for p in START]
-    for i in range(0, STEPS * BATCH, BATCH):
-        X, y = DATA.train_images[i : i + BATCH] / 255, DATA.train_labels[i : i + BATCH].astype(int)
-        params = reference.step(params, X, y, LR)
+    starts = range(0, STEPS * BATCH, BATCH)
+    batches = [(DATA.train_images[i : i + BATCH] / 255, DATA.train_labels[i : i + BATCH]) for i in starts]
+    *_, (_, _, params) = reference.steps(START, batches, LR)
     return params
 
 

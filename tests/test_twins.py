@@ -1,8 +1,7 @@
-"""Every LeNet computes what the reference computes; the programs for PyTorch and for JAX train as it does."""
+"""The programs for PyTorch and for JAX train as the reference does, and have the functions that the pages explain."""
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -13,40 +12,27 @@ from itertools import combinations
 import numpy as np
 import pytest
 import reference
-from mxnet import nd
-from parity import notebook
 from runs import ROOT, finished
 
-from gluon_mgpu import check, highlevel, partition, scratch
+from gluon_mgpu import check, scratch
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.support import subprocesses
 
 SIZE, STEPS, LR = 256, 8, 0.02
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# Runs programs as torchrun does, one after the other. Arguments: a folder, in which each writes what it prints, options
-# and the programs.
+# Runs a program as torchrun does, in a fork that has imported torch._dynamo, which takes seconds. Arguments: its own.
 LAUNCH = """
-import json, os, runpy, socket, sys
-import torch, torch._dynamo  # which takes seconds, and which the first optimizer would import in each process
+import os, runpy, socket, sys, torch
 torch.set_num_threads(1)
-folder, options, *programs = sys.argv[1:]
-sys.path.insert(0, folder)
-for program in programs:
-    name, children = os.path.join(folder, os.path.basename(program)), []
-    with socket.create_server(("", 0)) as free:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    for rank in range(2):
-        children.append(os.fork())
-        if not children[-1]:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            os.dup2(os.open(f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), 1)
-            sys.argv = [program, *json.loads(options), "--out", f"{name}.npz"]
-            runpy.run_path(program, run_name="__main__")
-            sys.stdout.flush()
-            os._exit(0)
-    if any(os.waitpid(child, 0)[1] for child in children):
-        sys.exit(f"{program} failed")
+with socket.create_server(("", 0)) as free:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+child = os.fork()
+rank = "1" if child else "0"
+os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(bool(child and os.waitpid(child, 0)[1]))
 """
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
 
@@ -55,11 +41,10 @@ OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".spl
 def trained():
     """The parameters after 8 steps in float64, and the largest change of each array in each step."""
     data, order = datasets.load("synthetic", limit=SIZE * STEPS), batches.shuffled(SIZE * STEPS, seed=1, epoch=1)
-    params, changes = [p.astype(np.float64) for p in reference.initial()], []
-    for chosen in np.split(order, STEPS):
-        before = params
-        params = reference.step(before, data.train_images[chosen] / 255, data.train_labels[chosen].astype(int), LR)
-        changes.append([np.abs(a - b).max() for a, b in zip(params, before)])
+    given = [(data.train_images[chosen] / 255, data.train_labels[chosen]) for chosen in np.split(order, STEPS)]
+    path = [reference.initial(), *(params for _, _, params in reference.steps(reference.initial(), given, LR))]
+    changes = [[np.abs(a - b).max() for a, b in zip(*pair)] for pair in zip(path, path[1:])]
+    params = path[-1]
     return params, np.array(changes)
 
 
@@ -72,129 +57,38 @@ def assert_trained_as_the_reference(file):
         assert np.abs(a - b).max() <= most
 
 
-def gluon_net(params):
-    net = highlevel.lenet()
-    net.initialize()
-    net(nd.zeros((1, 1, 28, 28)))
-    for p, array in zip(net.collect_params().values(), params):
-        p.set_data(array)
-    return net
-
-
-LENETS = {  # {name: scores of images X, from parameters}
-    "scratch": scratch.lenet,
-    "highlevel": lambda X, params: gluon_net(params)(X),
-    "partition": lambda X, params: partition.forward(X, partition.LAYERS, params),
-    "the notebook": lambda X, params: notebook.lenet(X, [p.T if p.ndim == 2 else p for p in params]),
-}
-OTHERS = """
-import importlib.util, sys
-import numpy as np
-program, inputs, outputs = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("program", program)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-X, *params = np.load(inputs).values()
-if "jax" in program:
-    scores = module.lenet(X, params)
-else:
-    import torch
-    X, params = torch.from_numpy(X), [torch.from_numpy(p) for p in params]
-    if hasattr(module, "init_params"):
-        scores = module.lenet(X, params)
-    else:
-        net = module.lenet()
-        for p, array in zip(net.parameters(), params):
-            p.data.copy_(array)
-        scores = net(X).detach()
-np.save(outputs, scores)
-"""
-
-
-def marked(path):
-    package = "jax" if "jax" in path else "torch"
-    return pytest.param(path, marks=pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"no {package}"))
-
-
-@pytest.mark.parametrize("name", [*LENETS, *map(marked, ("pytorch/scratch", "pytorch/ddp", "jax/scratch"))])
-def test_every_lenet_has_the_scores_of_the_reference(name, tmp_path):
-    params = reference.initial(biases=0.1)
-    X = np.random.default_rng(2).random((5, 1, 28, 28), np.float32)
-    if name in LENETS:
-        found = LENETS[name](nd.array(X), list(map(nd.array, params))).asnumpy()
-    else:
-        np.savez(tmp_path / "inputs.npz", X, *params)
-        files = ROOT / f"docs/{name}.py", tmp_path / "inputs.npz", tmp_path / "scores.npy"
-        done = finished(sys.executable, "-c", OTHERS, *files)
-        assert done.returncode == 0, done.stderr
-        found = np.load(files[2])
-    # Sums of at most 800 products in each of 4 layers.
-    reference.assert_close(found, reference.scores(params, X.astype(np.float64)), 4 * 800)
-
-
-def test_the_gradients_of_the_reference_are_finite_differences():
-    params, rng = [p.astype(np.float64) for p in reference.initial(biases=0.1)], np.random.default_rng(3)
-    X, y = rng.random((3, 1, 28, 28)), np.array([0, 9, 4])
-    _, gradients = reference.losses_and_gradients(params, X, y)
-    for i, gradient in enumerate(gradients):
-        step = 1e-7 * rng.standard_normal(gradient.shape)
-        plus, minus = ([*params[:i], params[i] + sign * step, *params[i + 1 :]] for sign in (1, -1))
-        losses = [reference.losses_and_gradients(moved, X, y)[0].sum() for moved in (plus, minus)]
-        assert losses[0] - losses[1] == pytest.approx(2 * (gradient * step).sum(), rel=1e-4, abs=1e-11)
-
-
 def functions(path):
     """{name: code} of the functions in a file."""
     nodes = ast.parse((ROOT / path).read_text()).body
     return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-def without_mxnet(folder):
-    (folder / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
-    return folder
-
-
-def assert_says_how_far_it_is_from_one_device(printed):
-    [difference] = re.findall(r"^largest difference from one device .*: (\S+)$", printed, re.MULTILINE)
-    assert 0 < float(difference) < 1e-6
-
-
-@pytest.fixture(scope="module")
-def trained_by_pytorch(pytorch, tmp_path_factory):
-    """The folder in which the programs for PyTorch have run."""
-    folder = without_mxnet(tmp_path_factory.mktemp("pytorch"))
-    programs = [ROOT / f"docs/pytorch/{name}.py" for name in PYTORCH]
-    options = json.dumps([*OPTIONS, "--device", "cpu"])
-    done = pytorch.run([sys.executable, "-c", LAUNCH, folder, options, *programs])
-    assert done.status == 0, done.err
-    return folder
-
-
-PYTORCH = ["scratch", "ddp", "fsdp"]
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
-@pytest.mark.parametrize("name", PYTORCH)
-def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, trained_by_pytorch):
-    assert_trained_as_the_reference(trained_by_pytorch / f"{name}.py.npz")
-    assert_says_how_far_it_is_from_one_device((trained_by_pytorch / f"{name}.py.0").read_text())
-
-
-def run(tmp_path, command, program):
+def run(folder, command, program, device="cpu", start=subprocesses.run):
     """Run a twin without MXNet. Returns what it printed, once its parameters are checked."""
-    path = os.pathsep.join([str(without_mxnet(tmp_path)), os.environ.get("PYTHONPATH", "")])
-    out, environment = tmp_path / "params.npz", {**subprocesses.users_environment(), "PYTHONPATH": path}
+    (folder / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**subprocesses.users_environment(), "PYTHONPATH": path}
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # JAX compiles for longer than it computes
     environment.pop("LD_PRELOAD", None)  # tests/two_devices.c is for MXNet
-    options = [*OPTIONS, "--device", "cpu", "--out", out]
-    done = finished(*command, ROOT / "docs" / program, *options, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert_trained_as_the_reference(out)
-    assert_says_how_far_it_is_from_one_device(done.stdout)
-    return done.stdout
+    words = [ROOT / "docs" / program, *OPTIONS, "--device", device, "--out", folder / "params.npz"]
+    done = start([*command, *map(str, words)], env=environment, folder=folder, seconds=300)
+    assert done.status == 0, done.err
+    assert_trained_as_the_reference(folder / "params.npz")
+    [difference] = re.findall(r"^largest difference from one device .*: (\S+)$", done.out, re.MULTILINE)
+    assert 0 < float(difference) < 1e-6
+    return done.out
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
+def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, pytorch, tmp_path):
+    run(tmp_path, [sys.executable, "-c", LAUNCH], f"pytorch/{name}.py", start=pytorch.run)
+
+
+@needs_torch
 @pytest.mark.slow
 def test_torchrun_starts_the_programs_for_pytorch(tmp_path):
     run(tmp_path, TORCHRUN, "pytorch/scratch.py")
@@ -223,7 +117,7 @@ def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines()
     assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+@needs_torch
 @pytest.mark.slow
 def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
     page, program = (ROOT / "docs/pytorch.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()

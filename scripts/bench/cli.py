@@ -15,7 +15,6 @@ from gluon_mgpu.commands import common
     + "\n".join(f"{name:12s} {grid.about}" for name, grid in grids.GRIDS.items()),
 )
 @click.argument("grid", type=click.Choice([*grids.GRIDS]))
-@common.option("--model", type=click.Choice([*grids.TITLE]), help="Only this network.")
 @common.option("--rounds", type=click.IntRange(1), default=3, metavar="N", help="Measurements of each point.")
 @common.option(
     "--steps",
@@ -30,8 +29,8 @@ from gluon_mgpu.commands import common
     metavar="FOLDER",
     help="Write GRID.json and the picture GRID.png to this folder.",
 )
-def bench(grid: str, model: str | None, rounds: int, steps: int, out: str | None) -> None:
-    result = grids.run(grid, rounds, steps, model)
+def bench(grid: str, rounds: int, steps: int, out: str | None) -> None:
+    result = grids.run(grid, rounds, steps)
     click.echo(grids.table(result))
     if out is not None:
         grids.write(out, result)

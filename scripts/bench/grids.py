@@ -129,13 +129,13 @@ GRIDS = {
 # Measuring
 
 
-def run(grid: str, rounds: int, steps: int, model: str | None = None) -> dict[str, Any]:
-    """Measure a grid's points, or those with one network. Returns the input of `table`, `draw` and `write`.
+def run(grid: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Measure a grid's points. Returns the input of `table`, `draw` and `write`.
 
     Each round measures every point once, so results of the same round can be compared even if the machine's speed
     changes. steps: per measurement of LeNet with 256 examples. Raises Error if something is missing or fails.
     """
-    points = [point for point in GRIDS[grid].points if model in (None, point.model)]
+    points = GRIDS[grid].points
     if any(point.is_torch for point in points) and importlib.util.find_spec("torch") is None:
         raise Error("PyTorch is not installed: run `make torch`")
     results: list[Rounds] = [{} for _ in points]

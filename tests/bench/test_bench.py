@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from bench import grids, mxnet_points, timeline, timing
 from bench.grids import TUNED, Point
-from forks import forked
 from mxnet import nd
 from reference import EPSILON, additions
 from runs import ROOT, program
@@ -34,13 +33,9 @@ SLOW += [pytest.param(point(f"PyTorch{of}", 2), marks=[pytest.mark.slow, TORCH])
 
 
 @pytest.mark.parametrize("subject", [point("scratch"), *SLOW], ids=str)
-def test_every_implementation_is_measured_on_the_same_training(subject, mxnet, tmp_path):
+def test_every_implementation_is_measured_on_the_same_training(subject, tmp_path):
     one = mxnet_points.measure(Point("scratch", "lenet", 32, 1), steps=1)
-    if subject.workers > 1:
-        other = grids.measure(subject, 1, str(tmp_path))
-    else:
-        with forked(grids, mxnet):
-            other = grids.measure(subject, 1, str(tmp_path))
+    other = grids.measure(subject, 1, str(tmp_path))
     assert other["loss"] == pytest.approx(one["loss"], rel=additions(32) * EPSILON) and other["step_ms"] > 0.1
 
 

@@ -40,16 +40,6 @@ def test_a_larger_tolerance_accepts_larger_differences(tmp_path, capfd):
     convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=0.01)
 
 
-@needs("pytorch")
-def test_code_without_a_default_uses_the_one_of_mxnets_registry(tmp_path):
-    x = s.BatchNorm(s.Convolution(X, kernel=(1, 1), num_filter=2), name="norm")
-    given = convert.from_files(*files(tmp_path, x, data=(2, 3, 8, 8)), (3, 8, 8))
-    for node in given.graph["nodes"]:
-        node.get("attrs", {}).pop("eps", None)
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    assert runpy.run_path(str(tmp_path / "net.py"))["Net"]().norm.eps == 0.001
-
-
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_graph_is_cut_at_a_named_output(to, tmp_path, capfd):
     hidden = s.FullyConnected(X, num_hidden=4, name="hidden")
@@ -77,10 +67,8 @@ def test_outputs_have_mxnets_names_in_onnx(tmp_path):
 
 @needs("onnx")
 def test_a_failure_of_onnx_runtime_gets_one_line_and_leaves_no_file(tmp_path, monkeypatch):
-    import onnxruntime
-
     given = convert.from_files(*files(tmp_path, s.FullyConnected(X, num_hidden=2)), (6,))
-    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda *_, **__: 1 / 0)
     with pytest.raises(Error) as error:
         convert.save(given, "onnx", str(tmp_path / "net"))
     assert "\n" not in str(error.value) and not (tmp_path / "net.onnx").exists()
@@ -109,29 +97,17 @@ ATTRIBUTES = {  # without effect, or written defaults
 LENGTHS = s.SequenceMask(X, s.var("size"), use_sequence_length=True, axis=1), s.softmax(s.sum(X, 2), axis=1)
 WORDS = s.swapaxes(s.Embedding(X, input_dim=9, output_dim=4), dim1=0, dim2=1)
 LSTM = {"data": (5, 2, 3), "h": (1, 2, 4), "c": (1, 2, 4)}
+LARGEST = [(1, 2, 4), (1, 2, 4), (10, 2, 3)]
+ONE = s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4)
+MASKED = s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2))
 # {what is special: the network, its inputs with a batch, the shapes given for them, the last inputs of the check}
 NETWORKS = {
     "old attributes": (old_layers(), {"data": (2, 3, 8, 8)}, {"data": (3, 8, 8)}, [(2, 3, 8, 8)]),
-    "batch on axis 1": (
-        *(lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}),
-        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
-    ),
-    "batch on axis 1, found": (
-        *(lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}),
-        [(1, 2, 4), (1, 2, 4), (10, 2, 3)],
-    ),
-    "lengths": (
-        *(s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}),
-        [(2, 10, 6), (2,)],
-    ),
-    "one example": (
-        *(s.FullyConnected(s.Reshape(X, shape=(1, 2, 3)), num_hidden=4), {"data": (1, 6)}, {"data": (6,)}),
-        [(1, 6)],
-    ),
-    "inputs of different ranks": (
-        s.broadcast_mul(WORDS, s.expand_dims(s.var("mask"), 2)),
-        *({"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
-    ),
+    "batch on axis 1": (lstm(), LSTM, {"data": (5, "n", 3), "h": (1, "n", 4), "c": (1, "n", 4)}, LARGEST),
+    "batch on axis 1, found": (lstm(), LSTM, {"data": (5, 3), "h": (1, 4), "c": (1, 4)}, LARGEST),
+    "lengths": (s.Group(LENGTHS), {"data": (2, 5, 3), "size": (2,)}, {"data": (5, 3), "size": ()}, [(2, 10, 6), (2,)]),
+    "one example": (ONE, {"data": (1, 6)}, {"data": (6,)}, [(1, 6)]),
+    "different ranks": (MASKED, {"data": (2, 7), "mask": (7, 2)}, {"data": (7,), "mask": (7, "n")}, [(2, 14), (14, 2)]),
 }
 
 
@@ -190,9 +166,7 @@ def test_softmax_output_divides_by_all_classes_of_an_example(shape, tmp_path):
 # A place in the graph of relu (node 1) and FullyConnected (node 4), and its value
 DAMAGE = [
     (("nodes", 1, "inputs", 0), [4, 0, 0]),  # a cycle
-    (("nodes", 4, "inputs", 0), [99, 0, 0]),
     (("nodes", 4, "inputs", 0, 1), 7),  # an output that does not exist
-    (("heads", 0), [99, 0, 0]),
     (("nodes", 4, "attrs", "num_hidden"), 2),  # not text
     (("nodes", 0, "name"), None),
 ]
@@ -208,7 +182,7 @@ def test_a_damaged_graph_is_refused(place, value, tmp_path):
         convert.from_files(symbol, params, (6,))
 
 
-@pytest.mark.parametrize("kind", "float64 float16 uint8 int32 int8 int64".split())
+@pytest.mark.parametrize("kind", ["float64", "float16", "int8"])
 def test_parameters_keep_their_type_except_floating_point_numbers(kind, tmp_path):
     symbol, params = files(tmp_path, s.FullyConnected(X, num_hidden=2, name="fc"))
     before = nd.load(str(params))

@@ -12,6 +12,8 @@ from gluon_mgpu.convert.exported import Exported, Sample
 
 N = 4  # batch size
 
+COMPARISONS = "equal not_equal greater greater_equal lesser lesser_equal".split()
+OTHERS = "power maximum minimum hypot".split()
 HALVES = np.arange(-3, 3.5, 0.5)
 # For each input of the network below: a function that draws it, and its shape without the batch
 INPUTS = {
@@ -42,29 +44,21 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         yield name, getattr(s, name)(positive)
     for name in "arccos arcsin arctanh hard_sigmoid".split():
         yield name, getattr(s, name)(unit)
-    for (
-        name
-    ) in """add sub mul div mod power maximum minimum hypot equal not_equal greater greater_equal lesser lesser_equal
-            logical_and logical_or logical_xor""".split():
+    for name in (*COMPARISONS, *"add sub mul div mod logical_and logical_or logical_xor".split(), *OTHERS):
         yield f"broadcast_{name}", getattr(s, f"broadcast_{name}")(ties, other)
     for scalar in (-2.0, 0.5, 2.0):
-        for name in """plus minus mul div mod power rminus rdiv rmod rpower maximum minimum hypot
-                equal not_equal greater greater_equal lesser lesser_equal""".split():
+        for name in (*COMPARISONS, *"plus minus mul div mod rminus rdiv rmod rpower".split(), *OTHERS):
             yield f"{name} {scalar}", getattr(s._internal, f"_{name}_scalar")(ties, scalar=scalar)
+    of_pixels = s.broadcast_add(s.reshape(which, (-1, 1, 1)), s.zeros((1, 9, 9)))
     for mode in ("clip", "wrap"):
         yield f"take {mode}", s.take(table, index, mode=mode)
         yield f"take {mode} axis 1", s.take(image, s.arange(-3, 12), axis=1, mode=mode)
         yield f"pick {mode}", s.pick(x, which, mode=mode)
-        yield (
-            f"pick {mode} axis 1",
-            s.pick(image, s.broadcast_add(s.reshape(which, (-1, 1, 1)), s.zeros((1, 9, 9))), axis=1, mode=mode),
-        )
+        yield f"pick {mode} axis 1", s.pick(image, of_pixels, axis=1, mode=mode)
     yield "one_hot", s.one_hot(index, 7, on_value=-1, off_value=3)
     yield "where", s.where(ties, ties, x)
-    yield (
-        "tile",
-        s.transpose(s.concat(s.tile(x, (3, 1, 1)), s.tile(s.expand_dims(ties, 0), (3, 1, 1)), dim=-1), (1, 0, 2)),
-    )
+    tiles = s.concat(s.tile(x, (3, 1, 1)), s.tile(s.expand_dims(ties, 0), (3, 1, 1)), dim=-1)
+    yield "tile", s.transpose(tiles, (1, 0, 2))
     yield "clip", s.clip(ties, -1.5, 2)
     yield "cast", s.cast(s.cast(x, "int32"), "float32")
     yield "argmax", s.argmax(ties, axis=1)
@@ -104,12 +98,10 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "cbrt", s.cbrt(ties)
     yield "quadratic", s.contrib.quadratic(x, a=0.5, b=-2, c=3)
     yield "batch_take", s.batch_take(x, s.cast(s.clip(which, 0, 5), "int32"))
+    differences, anchors = s.sin(boxes), s.slice_axis(boxes, axis=0, begin=0, end=1)
     for kind in ("corner", "center"):
         options = {"std0": 0.1, "std1": 0.2, "std2": 0.3, "std3": 0.4, "clip": 0.5, "format": kind}
-        yield (
-            f"box_decode {kind}",
-            s.contrib.box_decode(s.sin(boxes), s.slice_axis(boxes, axis=0, begin=0, end=1), **options),
-        )
+        yield f"box_decode {kind}", s.contrib.box_decode(differences, anchors, **options)
     table = s.reshape(s.sin(s.arange(96)), (8, 2, 3, 2))
     options = {"kernel": (3, 2), "stride": (2, 2), "pad": (0, 0), "dilate": (1, 1), "num_filter": 8, "num_group": 2}
     options |= {"num_deformable_group": 2, "no_bias": True}
@@ -123,15 +115,9 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         yield f"SequenceMask {axis}", s.SequenceMask(sequence, value=-2, **options)
         yield f"SequenceLast {axis}", s.SequenceLast(sequence, **options)
     yield "SequenceReverse", s.SequenceReverse(time_first, length, use_sequence_length=True)
-    yield (
-        "softmax length",
-        s.softmax(
-            s.slice_axis(words, axis=2, begin=0, end=2),
-            s.cast(s.broadcast_add(s.expand_dims(length, 1), s.zeros((1, 2))), "int32"),
-            axis=1,
-            use_length=True,
-        ),
-    )
+    lengths = s.cast(s.broadcast_add(s.expand_dims(length, 1), s.zeros((1, 2))), "int32")
+    pairs = s.slice_axis(words, axis=2, begin=0, end=2)
+    yield "softmax length", s.softmax(pairs, lengths, axis=1, use_length=True)
     scores = s.contrib.interleaved_matmul_selfatt_qk(time_first, heads=2)
     yield "selfatt_qk", scores
     yield "selfatt_valatt", s.contrib.interleaved_matmul_selfatt_valatt(time_first, s.softmax(scores), heads=2)
@@ -139,20 +125,13 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     scores = s.contrib.interleaved_matmul_encdec_qk(queries, time_first, heads=2)
     yield "encdec_qk", scores
     yield "encdec_valatt", s.contrib.interleaved_matmul_encdec_valatt(time_first, scores, heads=2)
-    yield (
-        "SpatialTransformer",
-        s.SpatialTransformer(image, unit, target_shape=(5, 7), transform_type="affine", sampler_type="bilinear"),
-    )
-    yield (
-        "BilinearSampler",
-        s.BilinearSampler(image, s.GridGenerator(unit, transform_type="affine", target_shape=(3, 5))),
-    )
-    yield (
-        "MultiBoxPrior",
-        s.broadcast_add(s.reshape(s.mean(x, axis=1), (-1, 1, 1)), s.contrib.MultiBoxPrior(other_image)),
-    )
+    options = {"transform_type": "affine", "target_shape": (5, 7)}
+    yield "SpatialTransformer", s.SpatialTransformer(image, unit, sampler_type="bilinear", **options)
+    yield "BilinearSampler", s.BilinearSampler(image, s.GridGenerator(unit, **options))
+    number = s.reshape(s.mean(x, axis=1), (-1, 1, 1))
+    yield "MultiBoxPrior", s.broadcast_add(number, s.contrib.MultiBoxPrior(other_image))
     yield "Dropout of whole rows", s.Dropout(image, axes=(1, 2))
-    pixels = s.reshape(image, (0, 4, -1))
+    pixels, triples = s.reshape(image, (0, 4, -1)), s.reshape(s.arange(24), (8, 3))
     others = (
         *(s.sum(image, axis=(2, 3)), s.sum(image, axis=(0, 1), exclude=True), s.max(image, axis=1), s.min(x, axis=1)),
         *(s.mean(x, axis=1, keepdims=True), s.norm(x, axis=1), s.log_softmax(x, axis=-1), s.flip(x, axis=1)),
@@ -161,10 +140,7 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         *(s.batch_dot(pixels, pixels, transpose_b=True), s.depth_to_space(image, 2), s.L2Normalization(image)),
         *(s.contrib.BilinearResize2D(image, height=5, width=12), s.LRN(image, nsize=3)),
         *(s.reshape(image, (0, -4, 2, -1, -2)), s.reshape(image, (-1, 9), reverse=True)),
-        *(
-            s.broadcast_like(s.sum(image, axis=1, keepdims=True), image),
-            s.Embedding(index, s.reshape(s.arange(24), (8, 3)), 8, 3),
-        ),
+        *(s.broadcast_like(s.sum(image, axis=1, keepdims=True), image), s.Embedding(index, triples, 8, 3)),
         s.GroupNorm(image, s.arange(2), s.arange(2), num_groups=2),
     )
     yield from ((f"{output.name} {k}", output) for k, output in enumerate(others))

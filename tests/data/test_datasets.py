@@ -22,7 +22,6 @@ TINY = datasets.synthetic(700, 120, seed=5)
 FILES, SUMS = tiny.files(TINY)
 GZIPPED = {f"{file}.gz": gzip.compress(raw) for file, raw in FILES.items()}
 IMAGES = "train-images-idx3-ubyte"
-MIRRORS = ("school", "ftp://school/data", "http://[")
 
 
 def test_data_sets_need_neither_mxnet_nor_modules_of_unix():
@@ -200,10 +199,13 @@ def test_a_failed_transfer_leaves_only_whole_files_and_the_next_mirror_sends_the
     assert [path.split("/")[1] for path in server.requests] == [behaviour] * 3 + ["whole"] * 3
 
 
-@pytest.mark.parametrize("name, value", [*(("GLUON_MGPU_MIRROR", m) for m in MIRRORS), ("XDG_CACHE_HOME", "/dev/null")])
-def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_errors(monkeypatch, name, value):
+@pytest.mark.parametrize(
+    "name, value, said",
+    [("GLUON_MGPU_MIRROR", "ftp://school/data", "cannot download"), ("XDG_CACHE_HOME", "/dev/null", "XDG_CACHE_HOME")],
+)
+def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_errors(monkeypatch, name, value, said):
     monkeypatch.setenv(name, value)
-    with pytest.raises(Error, match="XDG_CACHE_HOME" if name == "XDG_CACHE_HOME" else "cannot download"):
+    with pytest.raises(Error, match=said):
         datasets.load(NAME)
 
 
