@@ -284,6 +284,7 @@ def test_pooling_that_rounds_up_gives_mxnets_shape_for_every_image_size(tmp_path
         options = {"pool_type": kind, "pooling_convention": "full", "count_include_pad": False}
         outputs.append(s.Pooling(x, kernel=(2, 2), stride=(3, 3), **options))
         outputs.append(s.Pooling(x, kernel=(2, 3), stride=(2, 2), pad=(1, 1), **options))
+        outputs.append(s.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), **options))
     x = s.Group(outputs)
     given = convert.from_files(*files(tmp_path, x, data=(1, 4, 9, 9)), (4, 9, 9))
     for height in range(8, 14):
