@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward as engine
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import of_file
@@ -41,10 +40,7 @@ LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
 COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like", "bernoulli", "dropout"}
-DRAWS_IN_PLACE = {"uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "trunc_normal_"}
-CONVERSIONS = {"float", "half", "bfloat16"}
-FROM_NUMPY = {"from_numpy", "tensor", "as_tensor"}
+DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like"}
 
 
 def parallel(
@@ -451,27 +447,28 @@ class Work:
         return getattr(self.work, name)
 
 
-class Float64(TorchFunctionMode):
+class Float64(TorchDispatchMode):
     """Computes in float64 what the code computes in any other precision. Random numbers are drawn in float32, so that
     they are the same."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-        torch.set_default_dtype(torch.float64)
-        autocast, fsdp = torch.autocast.__init__, sys.modules.get("torch.distributed.fsdp")
+        torch.set_default_dtype(torch.float64)  # which autocast leaves as it is
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            setattr(torch, name, self._converted(getattr(torch, name)))
+        enter, fsdp = torch.autocast.__enter__, sys.modules.get("torch.distributed.fsdp")
 
-        def without(self_: Any, device: str, dtype: Any = None, enabled: bool = True, **options: Any) -> None:
-            if enabled:
-                self._note(dtype or torch.get_autocast_dtype(device))
-            autocast(self_, device, dtype=torch.bfloat16, enabled=False, **options)
+        def noted(autocast: Any) -> Any:
+            self._note(autocast.fast_dtype if autocast._enabled else None)
+            return enter(autocast)
 
         def in_double(policy: Any) -> None:
             for name in ("param_dtype", "reduce_dtype", "output_dtype"):
                 self._note(getattr(policy, name))
                 object.__setattr__(policy, name, None)
 
-        torch.autocast.__init__ = without
+        torch.autocast.__enter__ = noted
         if fsdp:
             fsdp.MixedPrecisionPolicy.__post_init__ = in_double
 
@@ -479,39 +476,29 @@ class Float64(TorchFunctionMode):
         if dtype in LOW and self.watch.low != "bfloat16":
             self.watch.low = LOW[dtype]
 
-    def _mapped(self, value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            self._note(value)
-            return torch.float64
-        return value
+    def _converted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def convert(*args: Any, **options: Any) -> Tensor:
+            tensor = function(*args, **options)
+            self._note(tensor.dtype)
+            return tensor.double() if tensor.is_floating_point() and tensor.ndim else tensor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
-            gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
-            gradient = torch.ones_like(first) if gradient is None else gradient
-            with self:  # for the hooks of a backward pass, which convert, too; public functions would run them without
-                return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
-        if name in CONVERSIONS and first is not None:
-            self._note({"half": torch.float16, "bfloat16": torch.bfloat16}.get(name))
-            return first.double() if first.ndim else first if first.dtype == torch.float64 else func(first)
-        if name in DRAWS_IN_PLACE or getattr(func, "__module__", "") == "torch.nn.init":
-            target = kwargs.get("tensor", first)
-            if isinstance(target, Tensor) and target.dtype == torch.float64:
-                with torch.no_grad():
-                    drawn = torch.empty(target.shape, dtype=torch.float32)
-                    func(drawn, *args[1:], **{key: a for key, a in kwargs.items() if key != "tensor"})
-                    return target.copy_(drawn)
-        scalar = first is not None and first.ndim == 0 or bool(args) and isinstance(args[0], tuple) and not args[0]
-        if scalar:  # such as the factor of a gradient scaler, which has kernels for float32 only
-            return func(*args, **kwargs)
-        args = [self._mapped(value) for value in args]
-        kwargs = {key: self._mapped(value) for key, value in kwargs.items()}
-        if name in DRAWS and (first is None or first.dtype == torch.float64):
-            if first is None or name.endswith("_like"):
+        return convert
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # the operations on its parts come here, too
+        kwargs, dtype = kwargs or {}, (kwargs or {}).get("dtype")
+        first = args[0] if args else None
+        shape = first.shape if isinstance(first, Tensor) else first
+        if dtype is not None and dtype.is_floating_point:
+            self._note(dtype)
+            # but not a number, such as the factor of a gradient scaler, which has kernels for float32 only
+            if shape or isinstance(first, Tensor) and first.dtype == torch.float64:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        if torch.Tag.nondeterministic_seeded in func.tags and dtype != torch.float64:
+            name = func.overloadpacket.__name__
+            if name.endswith("_") and first.dtype == torch.float64:
+                return first.copy_(func(torch.empty(first.shape, dtype=torch.float32), *args[1:], **kwargs))
+            if name in DRAWS and "dtype" in str(func._schema):
                 return func(*args, **{**kwargs, "dtype": torch.float32}).double()
-        result = func(*args, **kwargs)
-        if name in FROM_NUMPY and isinstance(result, Tensor) and result.is_floating_point():
-            return result if result.dtype == torch.float64 else result.double()
-        return result
+        return func(*args, **kwargs)
