@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import gluon_mgpu.check.processes as processes
@@ -27,9 +29,6 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
     file = os.path.realpath(path)
 
     def check(send: Send) -> None:
-        os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # to compile fast
-        import jax
-
         jax.config.update("jax_num_cpu_devices", max(devices))
         sys.path.insert(0, str(Path(file).parent))
         send(compare(JAX(file), devices, steps, even))
@@ -46,8 +45,6 @@ class JAX(Driver):
 
     def batch(self, i: int, n: int) -> Any:
         """The file's own `example_batch(n)`, or images."""
-        import jax
-
         module = processes.load(self.file)
         if not hasattr(module, "example_batch"):
             return super().batch(i, n)
@@ -56,25 +53,19 @@ class JAX(Driver):
         return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
-        import jax
-
         return jax.tree.map(lambda array: array[[*examples]], batch)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        import jax
-
         split_and_load = getattr(processes.load(self.file), "split_and_load", None)
         if not split_and_load:
             return None
         return [np.asarray(part).astype(int).tolist() for part in split_and_load(np.arange(n), jax.devices("cpu")[:k])]
 
     def run(self, k: int, batches: Sequence[Any], double: bool = False, **_: Any) -> Session:
-        import jax
-
         session, devices, dtype = Session(), jax.devices("cpu")[:k], np.float64 if double else np.float32
 
         def own(nest: Any) -> Any:
-            is_own = lambda a: jax.numpy.issubdtype(a.dtype, np.floating) and (double or a.dtype == np.float64)  # noqa: E731
+            is_own = lambda a: jnp.issubdtype(a.dtype, np.floating) and (double or a.dtype == np.float64)  # noqa: E731
             return jax.tree.map(lambda a: a.astype(dtype) if is_own(a) else a, nest)
 
         try:
@@ -104,17 +95,12 @@ class JAX(Driver):
 
 
 def arrays(params: Any) -> Arrays:
-    import jax
-
     return {f"params[{i}]": np.asarray(p, np.float64) for i, p in enumerate(jax.tree.leaves(params))}
 
 
 @contextmanager
 def _watched(facts: dict[str, Any], double: bool) -> Iterator[None]:
     """Note the lowest precision. double: compute in float64 instead."""
-    import jax
-    import jax.numpy as jnp
-
     convert = jax.lax.convert_element_type_p
     bind = convert.bind
 

@@ -268,9 +268,9 @@ class _Comparison:
         if examples and (reason := split(examples, n, driver.divides)):
             return "devices", reason
         parts = self._parts(examples, n)
-        steps = [on(k, batch), on(1, batch, shards), *[on(1, driver.take(batch, part)) for part in parts]]
-        several, whole, *alone = found = [step for step in steps if step] or [None]
-        if len(found) < len(steps):
+        taken = [on(k, batch), on(1, batch, shards), *[on(1, driver.take(batch, part)) for part in parts]]
+        steps = [step for step in taken if step]
+        if len(steps) < len(taken):
             return "update", f"the update differs from that of one {self.unit}"
         evidence = Evidence(self, parts, *[step.changes for step in steps])
         replicas = evidence.replicas_differ()
@@ -280,12 +280,13 @@ class _Comparison:
             evidence = of_grads if of_grads.is_wrong() else evidence
         causes = {
             "sum": evidence.not_summed(),
-            "losses": _losses(several.losses, whole.losses, n),
+            "losses": _losses(steps[0].losses, steps[1].losses, n),
             "replicas": replicas,
             "update": "" if evidence.is_wrong() else f"the update differs in step {i + 1}; {LEFT}",
         }
-        if found := next((claim for claim in causes.items() if claim[1]), None):
-            return found
+        for claim, reason in causes.items():
+            if reason:
+                return claim, reason
         alike = driver.take(batch, [0] * n)
         both = on(k, alike), on(1, alike, shards)
         right_if_alike = both[0] and both[1] and not self._updates_differ(both[0], both[1], self.in_double)

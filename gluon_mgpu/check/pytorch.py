@@ -50,7 +50,6 @@ def parallel(
     processes: Sequence[int] = (2, 3),
     steps: int = 3,
     even: bool = False,
-    random: str = "off",
     reference: Callable[[Any, Any], Any] | None = None,
     divide: str = "contiguous",
     seconds: float = 60,
@@ -61,14 +60,14 @@ def parallel(
     each process, after dist.init_process_group. step(state, part): the body of the training loop. batch(i, n): batch i,
     of n examples: a nest of tensors, with the examples along the first axis. processes: how many to compare. steps: how
     many one after the other, before one with an uneven batch. even: uneven batches may differ; then there is a warning.
-    random: "off" switches dropout modules off; "on" leaves them. reference(state, batch): the step in one process, if
+    reference(state, batch): the step in one process, if
     it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
     the step itself divides. seconds: the limit of a step.
     """
     import torch._dynamo  # noqa: F401  # this takes seconds, and each process would import it
     import torch.distributed.fsdp  # noqa: F401
 
-    driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
+    driver = PyTorch(make, step, batch, reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
 
@@ -91,7 +90,6 @@ class PyTorch(Driver):
     make: Callable[[int, int], Any]
     take_step: Callable[[Any, Any], Any]
     draw: Callable[[int, int], Any]
-    no_dropout: bool
     reference: Callable[[Any, Any], Any] | None
     divide: str
     seconds: float
@@ -159,7 +157,7 @@ class PyTorch(Driver):
         with Float64(watch) if double else nullcontext():
             state = self.make(rank, world)
             modules = [*found_modules(state)]
-            facts: dict[str, Any] = {"how": ["with dropout off"] * (self.no_dropout and switch_dropout_off(modules))}
+            facts: dict[str, Any] = {"how": ["with dropout off"] * switch_dropout_off(modules)}
             normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
             facts |= {"normalized": bool(normalized), "statistics": statistics(state, normalized)}
@@ -208,7 +206,7 @@ class PyTorchFile(PyTorch):
     """A file, which each process executes again. Its step gets whole batches, and divides them."""
 
     def __init__(self, file: str, seconds: float) -> None:
-        super().__init__(self._make, self._step, self._draw, True, None, "none", seconds)
+        super().__init__(self._make, self._step, self._draw, None, "none", seconds)
         self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
@@ -457,20 +455,13 @@ class Float64(TorchDispatchMode):
         torch.set_default_dtype(torch.float64)  # which autocast leaves as it is
         for name in ("from_numpy", "tensor", "as_tensor"):
             setattr(torch, name, self._converted(getattr(torch, name)))
-        enter, fsdp = torch.autocast.__enter__, sys.modules.get("torch.distributed.fsdp")
+        enter = torch.autocast.__enter__
 
         def noted(autocast: Any) -> Any:
             self._note(autocast.fast_dtype if autocast._enabled else None)
             return enter(autocast)
 
-        def in_double(policy: Any) -> None:
-            for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-                self._note(getattr(policy, name))
-                object.__setattr__(policy, name, None)
-
         torch.autocast.__enter__ = noted
-        if fsdp:
-            fsdp.MixedPrecisionPolicy.__post_init__ = in_double
 
     def _note(self, dtype: Any) -> None:
         if dtype in LOW and self.watch.low != "bfloat16":
@@ -488,7 +479,7 @@ class Float64(TorchDispatchMode):
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # the operations on its parts come here, too
         kwargs, dtype = kwargs or {}, (kwargs or {}).get("dtype")
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         shape = first.shape if isinstance(first, Tensor) else first
         if dtype is not None and dtype.is_floating_point:
             self._note(dtype)
