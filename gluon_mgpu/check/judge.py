@@ -36,11 +36,12 @@ BEGINNINGS = {
 @dataclass
 class Step:
     """What one step did on each device. changes: of the parameters. grads: what the optimizer got, if known. losses:
-    what the step returned."""
+    what the step returned. examples: those it used, if asked."""
 
     changes: list[Arrays]
     grads: list[Arrays] = field(default_factory=list)
     losses: list[np.ndarray] = field(default_factory=list)
+    examples: Shards = ()
 
 
 @dataclass

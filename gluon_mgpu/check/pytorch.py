@@ -106,24 +106,22 @@ class PyTorch(Driver):
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
-        found = [self._group(count, self._process, [batch], probe=True) for count in (k, 1)]
-        if any(len(outcome.stages) < 2 for outcome in found):
+        sessions = [self.run(count, [batch], probe=True) for count in (k, 1)]
+        if not all(session.steps for session in sessions):
             return None
-        examples, used = ([message["examples"] for message in outcome.stages[1]] for outcome in found)
-        return examples if all(examples) and used[0] == [*range(n)] else None  # a mask leaves no gradient of some
+        examples, [used] = (session.steps[0].examples for session in sessions)
+        return examples if all(examples) and used == [*range(n)] else None  # a mask leaves no gradient of some
 
     def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
         outcome = self._group(k, self._process, batches, **options)
         session = Session(failure=outcome.failure, late=outcome.late)
         for i, messages in enumerate(outcome.stages):
-            facts = messages[0]["facts"]
-            session.facts |= {name: value for name, value in facts.items() if value or name not in session.facts}
-            arrays = [message["arrays"] for message in messages]
-            if i == 0:
-                session.start = arrays
+            facts, arrays, *others = (list(values) for values in zip(*messages))
+            session.facts |= {name: value for name, value in facts[0].items() if value or name not in session.facts}
+            if i:
+                session.steps.append(Step(arrays, *others))
             else:
-                grads, losses = ([message[name] for message in messages] for name in ("grads", "losses"))
-                session.steps.append(Step(arrays, grads, losses))
+                session.start = arrays
         return session
 
     def _group(self, world: int, function: Callable[..., None], *args: Any, **options: Any) -> Outcome:
@@ -160,7 +158,9 @@ class PyTorch(Driver):
             facts: dict[str, Any] = {"how": ["with dropout off"] * switch_dropout_off(modules)}
             normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
-            facts |= {"normalized": bool(normalized), "statistics": statistics(state, normalized)}
+            buffers = {id(b) for m in normalized for b in m.buffers()}
+            facts |= {"normalized": bool(normalized)}
+            facts["statistics"] = [name for name, a in named(state).items() if id(a) in buffers]
             facts["synced"] = any(getattr(m, "broadcast_buffers", False) for m in modules)
             if not self.reference and tensor_parallel(state, modules):
                 facts["reason"] = (
@@ -168,7 +168,7 @@ class PyTorch(Driver):
                     "reference="
                 )
             now = read(state)
-            send({"arrays": now, "facts": facts})
+            send((facts, now))
             seed_all(1000 * seed + rank)
             for i, batch in enumerate(batches):
                 if shards and world == 1:
@@ -187,15 +187,10 @@ class PyTorch(Driver):
                 losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
                 moved = any(a.any() for a in changes.values())
                 left = [p for p in params.values() if moved and p.grad is not None and p.grad.any()]
-                send(
-                    {
-                        "arrays": changes,
-                        "grads": {name: watch.grads[p] for name, p in params.items() if p in watch.grads},
-                        "losses": losses[0].ravel() if len(losses) == 1 else np.zeros(0),
-                        "examples": examples_of(leaves) if probe else [],
-                        "facts": {"low": watch.low, "left": bool(left)},
-                    }
-                )
+                facts = {"low": watch.low, "left": bool(left)}
+                grads = {name: watch.grads[p] for name, p in params.items() if p in watch.grads}
+                examples = examples_of(leaves) if probe else []
+                send((facts, changes, grads, losses[0].ravel() if len(losses) == 1 else np.zeros(0), examples))
                 if clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
@@ -356,11 +351,6 @@ def tensor_parallel(state: Any, modules: Sequence[nn.Module]) -> bool:
 
 
 # Batch normalization, dropout, precision
-
-
-def statistics(state: Any, normalized: Sequence[nn.Module]) -> list[str]:
-    own = [b for m in normalized for b in m.buffers()]
-    return [name for name, a in named(state).items() if any(a is b for b in own)]
 
 
 def by_shard(modules: Sequence[nn.Module], shards: Shards) -> None:
