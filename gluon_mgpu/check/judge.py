@@ -166,6 +166,9 @@ class _Comparison:
         yield from self._on_one()
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
+        shapes = [{n: np.array(a.shape) for n, a in start.items()} for start in [*self.one.start, *self.several.start]]
+        reason = f"it has arrays of other shapes ({differ(shapes)}); leave what is divided out of the state"
+        yield "compared", reason if differ(shapes) else ""
         names = differ(self.several.start)
         reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
         yield "start", reason if names else ""
@@ -395,13 +398,14 @@ class Evidence:
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
             return "update", f"the update is not finite ({_some(infinite)})"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = f"the update{_where(elements, whole)}"
+        where = "the update" + _where(elements, whole)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
         if weights is not None:
             used = [i for i in range(k) if abs(weights[i]) > 1e-3]
             if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
                 names = ", ".join(self.devices[i] for i in used)
+                where = f"the update of {_some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
@@ -552,4 +556,4 @@ def differ(devices: Sequence[Arrays]) -> str:
     if not devices:
         return ""
     first, *others = devices
-    return _some([name for name in first if any((first[name] != other[name]).any() for other in others)])
+    return _some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

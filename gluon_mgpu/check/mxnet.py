@@ -226,10 +226,10 @@ class MXNet(Driver):
     def _losses(self, n: int) -> str:
         """Whether a step returns a loss for each example, computed before the update."""
         batch = self.batch(0, n)
-        sessions = [self.run(1, [batch], lr=lr) for lr in (LR, LR * 1e-6)]
-        one, still = (np.concatenate(session.steps[0].losses) for session in sessions)
-        if len(one) != n:
-            return f"a step on {n} examples returns {one.size} losses; return one for each example"
+        sessions = [self.run(k, [batch], lr=lr) for k, lr in ((1, LR), (1, LR * 1e-6), (len(self.ctx), LR))]
+        one, still, several = (np.concatenate(session.steps[0].losses) for session in sessions)
+        if not len(one) == len(several) == n:
+            return f"a step on {n} examples returns {several.size} losses; return one for each example"
         changed = "losses are computed with parameters that this step has changed; update last"
         return "" if judge.alike(one, still) else changed
 
