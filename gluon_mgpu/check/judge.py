@@ -66,11 +66,13 @@ class Driver:
 
     unit = "device"
     divides = "the step"
+    image_shape: Sequence[int] = (1, 28, 28)
+    classes = 10
 
     def batch(self, i: int, n: int) -> Any:
-        """Batch i, of n examples. Here, images as those of MNIST."""
+        """Batch i, of n examples. Here, random images and labels."""
         rng = np.random.default_rng(i)
-        return rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
+        return rng.random((n, *self.image_shape), np.float32), rng.integers(0, self.classes, n).astype(np.int32)
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         """Some examples of a batch."""

@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -114,10 +114,6 @@ class MXNet(Driver):
         self.same = replace(self.plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
         lessons.check_settings(self.same, lesson)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
-
-    def batch(self, i: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(i)
-        return rng.random((n, *self.image_shape)).astype(np.float32), rng.integers(0, self.classes, n)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
@@ -333,7 +329,9 @@ def _without_dropout(facts: dict[str, Any]) -> Iterator[None]:
 
         return keep
 
-    with ExitStack() as stack:
-        for space, name in ((nd, "Dropout"), (mx.sym, "Dropout"), (mx.npx, "dropout")):
-            stack.enter_context(patch.object(space, name, keeping(getattr(space, name))))
+    with (
+        patch.object(nd, "Dropout", keeping(nd.Dropout)),
+        patch.object(mx.sym, "Dropout", keeping(mx.sym.Dropout)),
+        patch.object(mx.npx, "dropout", keeping(mx.npx.dropout)),
+    ):
         yield

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -154,7 +155,7 @@ class PyTorch(Driver):
             _compile_nothing()
         with Float64(watch) if double else nullcontext():
             state = self.make(rank, world)
-            modules = [*found_modules(state)]
+            modules = [m for _, value in walk(state) if isinstance(value, nn.Module) for m in value.modules()]
             facts: dict[str, Any] = {"how": ["with dropout off"] * switch_dropout_off(modules)}
             normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
@@ -162,7 +163,8 @@ class PyTorch(Driver):
             facts |= {"normalized": bool(normalized)}
             facts["statistics"] = [name for name, a in named(state).items() if id(a) in buffers]
             facts["synced"] = any(getattr(m, "broadcast_buffers", False) for m in modules)
-            if not self.reference and tensor_parallel(state, modules):
+            is_divided = any(hasattr(p, "placements") for p in named(state).values())
+            if is_divided and not self.reference and not any(hasattr(m, "unshard") for m in modules):  # by FSDP
                 facts["reason"] = (
                     "its parameters are divided by tensor parallelism, and only data parallelism is checked; pass "
                     "reference="
@@ -275,21 +277,14 @@ def divided(how: str, k: int, n: int) -> list[list[int]]:
 
 def copied(value: Any, double: bool, requires_grad: bool) -> Any:
     """A side's own copy of a tensor of a batch."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach().clone()
-    if not value.is_floating_point():
-        return value
-    return (value.double() if double else value).requires_grad_(requires_grad)
+    if isinstance(value, Tensor):
+        value = value.detach().clone()
+        if value.is_floating_point():
+            return (value.double() if double else value).requires_grad_(requires_grad)
+    return value
 
 
 # What a step changes
-
-
-def found_modules(state: Any) -> Iterator[nn.Module]:
-    for value in walk(state):
-        if isinstance(value[1], nn.Module):
-            yield from value[1].modules()
 
 
 def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
@@ -314,7 +309,7 @@ def named(state: Any) -> dict[str, Tensor]:
     """The parameters and other floating-point tensors of a state, by name. If there is a network, what only an
     optimizer has is left out: it may be a part of the parameters, a different one in each process."""
     tensors: dict[str, Tensor] = {}
-    has_network = any(True for module in found_modules(state) for _ in module.parameters())
+    has_network = any(isinstance(value, nn.Module) and [*value.parameters()] for _, value in walk(state))
     for name, value in walk(state):
         if isinstance(value, nn.Module):
             found = {PREFIX.sub("", n): a for n, a in [*value.named_parameters(), *value.named_buffers()]}
@@ -341,13 +336,6 @@ def examples_of(leaves: Sequence[Tensor]) -> list[int]:
     """The examples of which a step has computed gradients."""
     grads = [a.grad.flatten(1).abs().sum(1) if a.ndim > 1 else a.grad.abs() for a in leaves if a.grad is not None]
     return sum(grads).nonzero().ravel().tolist() if grads else []
-
-
-def tensor_parallel(state: Any, modules: Sequence[nn.Module]) -> bool:
-    """Whether parameters are divided, but not by FSDP."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    divided = any(hasattr(p, "placements") for p in named(state).values())
-    return divided and not any(fsdp and isinstance(m, fsdp.FSDPModule) for m in modules)
 
 
 # Batch normalization, dropout, precision
@@ -397,7 +385,7 @@ class Watch:
     def __init__(self) -> None:
         self.grads: dict[Tensor, np.ndarray] = {}
         self.low = "float32"
-        self.works: list[Work] = []
+        self.works: list[tuple[Mock, int]] = []  # asynchronous operations, and the lines that begin them
         register_optimizer_step_pre_hook(self._before_update)
         for name in COLLECTIVES:
             setattr(dist, name, self._watched(getattr(dist, name)))
@@ -410,29 +398,18 @@ class Watch:
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             work, caller = function(*args, **options), sys._getframe(1)
-            if work is None or not processes.is_users(caller.f_code.co_filename):
-                return work
-            self.works.append(Work(work, caller.f_lineno))
-            return self.works[-1]
+            if work is not None and processes.is_users(caller.f_code.co_filename):
+                work = Mock(wraps=work)
+                self.works.append((work, caller.f_lineno))
+            return work
 
         return call
 
     def refuse_unfinished(self) -> None:
-        for work in self.works:
-            if not work.is_awaited:
+        for work, line in self.works:
+            if not work.mock_calls:
                 advice = "does not wait(); wait before the update"
-                raise RuntimeError(f"line {work.line} begins a sum with async_op=True and {advice}")
-
-
-class Work:
-    """A collective operation, and whether anything waits for it."""
-
-    def __init__(self, work: Any, line: int) -> None:
-        self.work, self.line, self.is_awaited = work, line, False
-
-    def __getattr__(self, name: str) -> Any:
-        self.is_awaited = True
-        return getattr(self.work, name)
+                raise RuntimeError(f"line {line} begins a sum with async_op=True and {advice}")
 
 
 class Float64(TorchDispatchMode):
