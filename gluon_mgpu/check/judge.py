@@ -7,7 +7,7 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,19 +264,20 @@ class _Comparison:
     def _diagnose(self, i: int) -> Claim:
         """What is wrong with step i, taken by fresh copies of the code."""
         driver, batch, n, k = self.driver, self.batches[i], self.sizes[i], self.k
-        shards = self.shards[i] if self.shards else None
+        shards = self.shards and [self.shards[i]]
 
-        def on(devices: int, some: Any, shards: Shards | None = None) -> Step | None:
-            session = driver.run(devices, [some], double=self.in_double, shards=[shards] if shards else None)
-            return session.steps[0] if session.steps else None
+        def taken(*sides: tuple[int, Any, list[Shards] | None]) -> list[Step]:
+            """A step on each side; empty if one fails."""
+            sessions = [driver.run(k, [some], double=self.in_double, shards=shards) for k, some, shards in sides]
+            return [session.steps[0] for session in sessions] if all(session.steps for session in sessions) else []
 
         examples = driver.split(k, batch, n)
         if examples and (reason := split(examples, n, driver.divides)):
             return "devices", reason
         parts = self._parts(examples, n)
-        taken = [on(k, batch), on(1, batch, shards), *[on(1, driver.take(batch, part)) for part in parts]]
-        steps = [step for step in taken if step]
-        if len(steps) < len(taken):
+        alone = [(1, driver.take(batch, part), None) for part in parts]
+        steps = taken((k, batch, None), (1, batch, shards), *alone)
+        if not steps:
             return "update", f"the update differs from that of one {self.unit}"
         evidence = Evidence(self, parts, *[step.changes for step in steps])
         replicas = evidence.replicas_differ()
@@ -284,19 +285,21 @@ class _Comparison:
             # what the optimizer got is a sum, even if what it makes of it is none
             of_grads = Evidence(self, parts, *[step.grads for step in steps])
             evidence = of_grads if of_grads.is_wrong() else evidence
-        causes = {
-            "sum": evidence.not_summed(),
-            "losses": _losses(steps[0].losses, steps[1].losses, n),
-            "replicas": replicas,
-            "update": "" if evidence.is_wrong() else f"the update differs in step {i + 1}; {LEFT}",
-        }
-        for claim, reason in causes.items():
-            if reason:
-                return claim, reason
-        alike = driver.take(batch, [0] * n)
-        both = on(k, alike), on(1, alike, shards)
-        right_if_alike = both[0] and both[1] and not self._updates_differ(both[0], both[1], self.in_double)
-        return evidence.update(bool(right_if_alike))
+        if own := evidence.not_summed():
+            return "sum", own
+
+        def is_right_if_alike() -> bool:
+            alike = driver.take(batch, [0] * n)
+            both = taken((k, alike, None), (1, alike, shards))
+            return bool(both) and not self._updates_differ(both[0], both[1], self.in_double)
+
+        cause = "update", f"the update differs in step {i + 1}; {LEFT}"
+        if evidence.is_wrong():
+            cause = evidence.update(is_right_if_alike)
+        losses = _losses(steps[0].losses, steps[1].losses, n)
+        if losses and (replicas or cause[0] != "sum"):
+            return "losses", losses
+        return ("replicas", replicas) if replicas else cause
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
@@ -393,8 +396,8 @@ class Evidence:
         advice = "average or broadcast them, as DDP does"
         return f"the replicas have different running statistics ({names}); {advice}" if names else ""
 
-    def update(self, right_if_alike: bool) -> Claim:
-        """What a wrong update looks like. right_if_alike: whether it is right if all examples are the same."""
+    def update(self, is_right_if_alike: Callable[[], bool]) -> Claim:
+        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same."""
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
@@ -444,7 +447,7 @@ class Evidence:
             by = f"by {more[worst]:.1g} for {worst}"
             advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
             advice += "keep float32 until the sum is complete"
-        elif right_if_alike:
+        elif is_right_if_alike():
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
         return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
