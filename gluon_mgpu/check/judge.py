@@ -422,8 +422,10 @@ class Evidence:
                 "random numbers that others draw, too"
             )
             return "update", f"each {unit} changes its gradients before the sum: {cause}; sum first"
-        factor = self._factor(change, wrong)
-        if factor is not None:
+        found, expected = flat(change, wrong), flat(whole, wrong)
+        factors = fitted(found, [expected], 5e-3 * norm(found - expected))
+        if factors is not None:
+            factor = factors[0] + 0.0  # not -0
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
@@ -452,13 +454,6 @@ class Evidence:
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
         return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
-
-    def _factor(self, change: Arrays, names: Sequence[str]) -> float | None:
-        """The number of times that one device's update fits; None if it does not fit better than once."""
-        found, whole = flat(change, names), flat(self.whole, names)
-        factor = float(np.vdot(found, whole) / (norm(whole) ** 2 or 1))
-        fits = norm(found - factor * whole) < 0.05 * norm(found - whole)
-        return factor if fits and abs(factor - 1) > 1e-6 else None
 
 
 def split(shards: Shards, n: int, function: str = "the step") -> str:
