@@ -84,7 +84,7 @@ def _stage(children: Sequence[tuple[Connection, Any]], outcome: Outcome, seconds
                 messages[rank] = found
     if failed:
         # if one fails, the others lose their connection
-        rank = min(failed, key=lambda rank: "by peer" in failed[rank])
+        rank = min(sorted(failed), key=lambda rank: "by peer" in failed[rank])
         outcome.failure = f"{f'process {rank}: ' if len(children) > 1 else ''}{failed[rank]}"
         if TIMED_OUT in outcome.failure and not messages:  # the others may only be slow
             outcome.late, outcome.failure = True, f"{outcome.failure}; allow more (--seconds)"
