@@ -415,13 +415,6 @@ class Evidence:
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
                 return "update", f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
-        total = self._sum(self.parts)
-        if self.wrong(total) and not self.wrong(change, total):
-            cause = (
-                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
-                "random numbers that others draw, too"
-            )
-            return "update", f"each {unit} changes its gradients before the sum: {cause}; sum first"
         found, expected = flat(change, wrong), flat(whole, wrong)
         factors = fitted(found, [expected], 5e-3 * norm(found - expected))
         if factors is not None:
@@ -433,6 +426,13 @@ class Evidence:
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
             return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
+        total = self._sum(self.parts)
+        if self.wrong(total) and not self.wrong(change, total):
+            cause = (
+                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
+                "random numbers that others draw, too"
+            )
+            return "update", f"each {unit} changes its gradients before the sum: {cause}; sum first"
         if weights is not None and np.abs(weights - 1).max() > 5e-5:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
