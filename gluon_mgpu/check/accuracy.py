@@ -13,10 +13,14 @@ from gluon_mgpu.check.processes import where
 
 
 def accuracy(
-    evaluate: Callable[[Sequence[Any]], Any], net: Callable[[Any], Any], parts: Sequence[Any], label: Callable[..., Any]
+    evaluate: Callable[[Sequence[Any]], Any],
+    net: Callable[[Any], Any],
+    parts: Sequence[Any],
+    label: Callable[..., Any],
+    explain: Callable[[Exception], str] = where,
 ) -> str:
     """What is wrong with evaluate([(images, labels), ...]). net: computes scores. parts: images. label: makes labels of
-    a list of integers."""
+    a list of integers. explain: describes an error."""
     batches = []
     for X in parts:
         scores = np.array(net(X).tolist())
@@ -24,10 +28,12 @@ def accuracy(
         right = np.isin(np.arange(len(best)), [0, len(best) - 2, len(best) - 1])  # three of each batch
         batches.append((X, label(np.where(right, best, second).tolist())))
     expected = 3 * len(parts) / sum(map(len, parts))
-    value = float(evaluate(batches))
-    if abs(value - expected) < 1e-6:
-        return ""
-    return f"evaluate_accuracy returns {value:.4f} instead of {expected:.4f}; count each example once"
+    try:
+        value = float(evaluate(batches))
+    except Exception as error:
+        return f"evaluate_accuracy fails: {explain(error)}"
+    reason = f"evaluate_accuracy returns {value:.4f} instead of {expected:.4f}; count each example once"
+    return "" if abs(value - expected) < 1e-6 else reason
 
 
 def of_file(module: ModuleType, X: Any, label: Callable[..., Any], params: Any, net: Any = None) -> str:
@@ -42,8 +48,5 @@ def of_file(module: ModuleType, X: Any, label: Callable[..., Any], params: Any, 
     names = [p.name for p in parameters if p.default is p.empty]
     if not evaluate or not net or len({*names} - {*models}) != 1 or len(names) != 2:
         return ""
-    try:
-        call = lambda batches: evaluate(**{name: models.get(name, batches) for name in names})  # noqa: E731
-        return accuracy(call, net, [X[:7], X[7:]], label)
-    except Exception as error:
-        return f"evaluate_accuracy fails: {where(error)}"
+    call = lambda batches: evaluate(**{name: models.get(name, batches) for name in names})  # noqa: E731
+    return accuracy(call, net, [X[:7], X[7:]], label)

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare
 from gluon_mgpu.check.processes import Send
 
 LR = 0.1
@@ -28,9 +29,6 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
     file = os.path.realpath(path)
 
     def check(send: Send) -> None:
-        os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # to compile fast
-        import jax
-
         jax.config.update("jax_num_cpu_devices", max(devices))
         sys.path.insert(0, str(Path(file).parent))
         send(compare(JAX(file), devices, steps, even))
@@ -40,13 +38,13 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
 
 
 class JAX(Driver):
+    divides = "split_and_load"
+
     def __init__(self, file: str) -> None:
         self.file = file
 
     def batch(self, i: int, n: int) -> Any:
         """The file's own `example_batch(n)`, or images."""
-        import jax
-
         module = processes.load(self.file)
         if not hasattr(module, "example_batch"):
             return super().batch(i, n)
@@ -55,50 +53,38 @@ class JAX(Driver):
         return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
-        import jax
-
         return jax.tree.map(lambda array: array[[*examples]], batch)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        import jax
-
         split_and_load = getattr(processes.load(self.file), "split_and_load", None)
         if not split_and_load:
             return None
         return [np.asarray(part).astype(int).tolist() for part in split_and_load(np.arange(n), jax.devices("cpu")[:k])]
 
     def run(self, k: int, batches: Sequence[Any], double: bool = False, **_: Any) -> Session:
-        session = Session()
+        session, devices, dtype = Session(), jax.devices("cpu")[:k], np.float64 if double else np.float32
+
+        def own(nest: Any) -> Any:
+            is_own = lambda a: jnp.issubdtype(a.dtype, np.floating) and (double or a.dtype == np.float64)  # noqa: E731
+            return jax.tree.map(lambda a: a.astype(dtype) if is_own(a) else a, nest)
+
         try:
             module = processes.load(self.file)
             params = module.init_params()  # in float32 also if the steps are in float64, for the same random numbers
             with _watched(session.facts, double):
-                self._take_steps(session, module, params, k, batches, double)
+                get = getattr(module, "get_params", jax.device_put)
+                params = [get(own(params), device) for device in devices]
+                session.start = [arrays(p) for p in params]
+                for batch in batches:
+                    before = [arrays(p) for p in params]
+                    params = module.train_batch(*own(batch), params, devices, LR)
+                    for device, of_device in zip(devices, params):
+                        if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
+                            raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
+                    session.add(before, [arrays(p) for p in params])
         except Exception as error:
             session.failure = processes.where(error)
         return session
-
-    def _take_steps(
-        self, session: Session, module: ModuleType, params: Any, k: int, batches: Sequence[Any], double: bool
-    ) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        devices, dtype = jax.devices("cpu")[:k], np.float64 if double else np.float32
-        get = getattr(module, "get_params", jax.device_put)
-        if double:
-            params = jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, params)
-        params = [get(params, device) for device in devices]
-        session.start = [arrays(p) for p in params]
-        for batch in batches:
-            before = [arrays(p) for p in params]
-            own = jax.tree.map(lambda a: a.astype(dtype if np.issubdtype(a.dtype, np.floating) else a.dtype), batch)
-            params = module.train_batch(*own, params, devices, LR)
-            for device, of_device in zip(devices, params):
-                if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
-                    raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
-            after = [arrays(p) for p in params]
-            session.steps.append(Step([{n: a - old[n] for n, a in new.items()} for old, new in zip(before, after)]))
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         if is_wrong:
@@ -109,17 +95,12 @@ class JAX(Driver):
 
 
 def arrays(params: Any) -> Arrays:
-    import jax
-
     return {f"params[{i}]": np.asarray(p, np.float64) for i, p in enumerate(jax.tree.leaves(params))}
 
 
 @contextmanager
 def _watched(facts: dict[str, Any], double: bool) -> Iterator[None]:
     """Note the lowest precision. double: compute in float64 instead."""
-    import jax
-    import jax.numpy as jnp
-
     convert = jax.lax.convert_element_type_p
     bind = convert.bind
 

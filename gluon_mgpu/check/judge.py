@@ -7,7 +7,7 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,12 @@ BEGINNINGS = {
 @dataclass
 class Step:
     """What one step did on each device. changes: of the parameters. grads: what the optimizer got, if known. losses:
-    what the step returned."""
+    what the step returned. examples: those it used, if asked."""
 
     changes: list[Arrays]
     grads: list[Arrays] = field(default_factory=list)
     losses: list[np.ndarray] = field(default_factory=list)
+    examples: Shards = ()
 
 
 @dataclass
@@ -54,16 +55,24 @@ class Session:
     late: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def add(self, before: list[Arrays], after: list[Arrays], losses: Sequence[np.ndarray] = ()) -> None:
+        """Add a step. before, after: the parameters of each device."""
+        changes = [{n: a - old[n] for n, a in new.items()} for old, new in zip(before, after)]
+        self.steps.append(Step(changes, losses=[*losses]))
+
 
 class Driver:
-    """Takes steps with one framework. unit: "device" or "process"."""
+    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch."""
 
     unit = "device"
+    divides = "the step"
+    image_shape: Sequence[int] = (1, 28, 28)
+    classes = 10
 
     def batch(self, i: int, n: int) -> Any:
-        """Batch i, of n examples. Here, images as those of MNIST."""
+        """Batch i, of n examples. Here, random images and labels."""
         rng = np.random.default_rng(i)
-        return rng.random((n, 1, 28, 28), np.float32), rng.integers(0, 10, n).astype(np.int32)
+        return rng.random((n, *self.image_shape), np.float32), rng.integers(0, self.classes, n).astype(np.int32)
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         """Some examples of a batch."""
@@ -132,37 +141,36 @@ class Report:
 def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool = False) -> Report:
     """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one: the report of the
     first that is not right, or of the first. even: the uneven batch may differ; then there is a warning."""
-    reports = []
-    for k in numbers:
-        report, comparison = Report(unit=driver.unit), _Comparison(driver, k, steps, even)
-        for claim, reason in comparison.claims():
+    reports = [Report(unit=driver.unit) for _ in numbers]
+    for k, report in zip(numbers, reports):
+        for claim, reason in _Comparison(driver, k, steps, even, report).claims():
             report.claims[claim] = f"with {k} {UNITS[driver.unit]}: {reason}" if reason and k != numbers[0] else reason
             if reason:
-                break
-        report.how, report.notes = comparison.how, comparison.notes
-        reports.append(report)
-        if not report.same:
-            return report
+                return report
     warnings = [note for report in reports[1:] for note in report.notes if note.startswith("warning")]
     reports[0].notes = [*dict.fromkeys([*reports[0].notes, *warnings])]
     return reports[0]
 
 
 class _Comparison:
-    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first."""
+    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first.
+    ignored: the running statistics; unsynced: those that the step itself must make equal."""
 
-    def __init__(self, driver: Driver, k: int, steps: int, even: bool) -> None:
+    def __init__(self, driver: Driver, k: int, steps: int, even: bool, report: Report) -> None:
         self.driver, self.k, self.steps, self.even, self.unit = driver, k, steps, even, driver.unit
+        self.how, self.notes = report.how, report.notes
         n = -(-EXAMPLES // k) * k
         self.sizes = [n] * steps + [n + 1]
         self.batches = [driver.batch(i, size) for i, size in enumerate(self.sizes)]
         self.shards: list[Shards] | None = None
-        self.how, self.notes = list[str](), list[str]()
 
     def claims(self) -> Iterator[Claim]:
         yield from self._on_one()
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
+        shapes = [{n: np.array(a.shape) for n, a in start.items()} for start in [*self.one.start, *self.several.start]]
+        reason = f"it has arrays of other shapes ({differ(shapes)}); leave what is divided out of the state"
+        yield "compared", reason if differ(shapes) else ""
         names = differ(self.several.start)
         reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
         yield "start", reason if names else ""
@@ -183,9 +191,7 @@ class _Comparison:
         """Whether there is a step on one device to compare with."""
         self.one = one = self.driver.run(1, self.batches)
         yield "compared", one.facts.get("reason") or ""
-        complete = len(one.steps) >= self.steps
-        yield "runs", "" if complete else one.failure
-        yield "runs", not_finite(one.steps[0])
+        yield "runs", one.failure if len(one.steps) < self.steps else not_finite(one.steps[0])
         moves = [any(a.any() for a in step.changes[0].values()) for step in one.steps]
         reason = f"the steps on one {self.unit} do not change the parameters; assign in place"
         yield "update", "" if any(moves) else reason
@@ -199,7 +205,8 @@ class _Comparison:
     def _take_steps(self) -> None:
         driver, batches = self.driver, self.batches
         if self.one.facts.get("normalized"):
-            self.shards = [self._shards(batch, size) for batch, size in zip(batches, self.sizes)]
+            found = [driver.split(self.k, batch, size) for batch, size in zip(batches, self.sizes)]
+            self.shards = [self._parts(examples, size) for examples, size in zip(found, self.sizes)]
             self.one = driver.run(1, batches, shards=self.shards)
             self.how.append(f"batch normalization of the examples of each {self.unit}")
         self.several = driver.run(self.k, batches)
@@ -210,13 +217,13 @@ class _Comparison:
         facts = [session.facts for session in (self.one, self.several, *self.double)]
         self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
         self.how[:0] = dict.fromkeys(text for f in facts for text in f.get("how", []))
-        self.statistics = {*(self.one.facts.get("statistics") or ())}
-        self.synced = bool(self.several.facts.get("synced"))
+        self.ignored = {*(self.one.facts.get("statistics") or ())}
+        self.unsynced = set() if self.several.facts.get("synced") else self.ignored
 
-    def _shards(self, batch: Any, n: int) -> Shards:
-        found = self.driver.split(self.k, batch, n)
-        usual = [part.tolist() for part in np.array_split(range(n), self.k)]
-        return found if found and all(found) and not split(found, n) else usual
+    def _parts(self, examples: Shards | None, n: int) -> Shards:
+        """The examples of each device, if they are known, or those that it would usually have."""
+        is_known = examples and all(examples) and not split(examples, n)
+        return examples if examples and is_known else [part.tolist() for part in np.array_split(range(n), self.k)]
 
     def _first_wrong(self) -> tuple[int, str, str] | None:
         """The first step that fails or differs, a claim, and the reason."""
@@ -234,19 +241,14 @@ class _Comparison:
 
     def _differs(self, i: int) -> bool:
         """Whether step i on several devices is another one."""
-        sessions = [self.several, self.one]
         double = all(len(session.steps) > i for session in self.double)
-        several, one = (session.steps[i] for session in (self.double if double else sessions))
-        statistics = () if self.synced else self.statistics
-        changes = self.several.steps[i].changes
-        return (
-            bool(differ([{n: change[n] for n in statistics} for change in changes]))
-            or self._updates_differ(several, one, double)
-            or bool(_losses(several.losses, one.losses, self.sizes[i]))
-        )
+        several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
+        statistics = [{n: change[n] for n in self.unsynced} for change in self.several.steps[i].changes]
+        losses = _losses(several.losses, one.losses, self.sizes[i])
+        return bool(differ(statistics) or losses or self._updates_differ(several, one, double))
 
     def _updates_differ(self, several: Step, one: Step, double: bool) -> bool:
-        ignored = {*self.statistics, *_without_gradient([*one.grads, *several.grads])} if double else self.statistics
+        ignored = self.ignored | (_without_gradient([*one.grads, *several.grads]) if double else set())
         expected = {name: a for name, a in one.changes[0].items() if name not in ignored}
         bound = self.bounds(expected, double)
         return any(far(change, expected, bound) for change in several.changes)
@@ -262,45 +264,47 @@ class _Comparison:
     def _diagnose(self, i: int) -> Claim:
         """What is wrong with step i, taken by fresh copies of the code."""
         driver, batch, n, k = self.driver, self.batches[i], self.sizes[i], self.k
-        options: dict[str, Any] = {"double": True} if self.in_double else {}
+        shards = self.shards and [self.shards[i]]
 
-        def on(devices: int, some: Any, shards: Shards | None = None) -> Step | None:
-            session = driver.run(devices, [some], shards=[shards] if shards else None, **options)
-            return session.steps[0] if session.steps else None
+        def taken(*sides: tuple[int, Any, list[Shards] | None]) -> list[Step]:
+            """A step on each side; empty if one fails."""
+            sessions = [driver.run(k, [some], double=self.in_double, shards=shards) for k, some, shards in sides]
+            return [session.steps[0] for session in sessions] if all(session.steps for session in sessions) else []
 
         examples = driver.split(k, batch, n)
-        if examples and (reason := split(examples, n, "the step")):
+        if examples and (reason := split(examples, n, driver.divides)):
             return "devices", reason
-        shards = self.shards[i] if self.shards else None
-        several, whole = on(k, batch), on(1, batch, shards)
-        parts = self._shards(batch, n)
-        alone = [on(1, driver.take(batch, part)) for part in parts]
-        if not several or not whole or not all(alone):
+        parts = self._parts(examples, n)
+        alone = [(1, driver.take(batch, part), None) for part in parts]
+        steps = taken((k, batch, None), (1, batch, shards), *alone)
+        if not steps:
             return "update", f"the update differs from that of one {self.unit}"
-        steps = several, whole, *[step for step in alone if step]
         evidence = Evidence(self, parts, *[step.changes for step in steps])
-        found = evidence.replicas_differ()
+        replicas = evidence.replicas_differ()
         if all(step.grads and step.grads[0] for step in steps):
             # what the optimizer got is a sum, even if what it makes of it is none
             of_grads = Evidence(self, parts, *[step.grads for step in steps])
-            evidence = of_grads if of_grads.names and of_grads.is_wrong() else evidence
-        losses = _losses(several.losses, whole.losses, n)
-        missing = evidence.missing()
-        if missing or losses:
-            return ("sum", missing) if missing else ("losses", losses)
-        if found:
-            return "replicas", found
-        if not evidence.is_wrong():
-            return "update", f"the update differs in step {i + 1}; {LEFT}"
-        alike = driver.take(batch, [0] * n)
-        both = on(k, alike), on(1, alike, shards)
-        right_if_alike = both[0] and both[1] and not self._updates_differ(both[0], both[1], self.in_double)
-        return "update", evidence.update(bool(right_if_alike))
+            evidence = of_grads if of_grads.is_wrong() else evidence
+        if own := evidence.not_summed():
+            return "sum", own
+
+        def is_right_if_alike() -> bool:
+            alike = driver.take(batch, [0] * n)
+            both = taken((k, alike, None), (1, alike, shards))
+            return bool(both) and not self._updates_differ(both[0], both[1], self.in_double)
+
+        cause = "update", f"the update differs in step {i + 1}; {LEFT}"
+        if evidence.is_wrong():
+            cause = evidence.update(is_right_if_alike)
+        losses = _losses(steps[0].losses, steps[1].losses, n)
+        if losses and (replicas or cause[0] != "sum"):
+            return "losses", losses
+        return ("replicas", replicas) if replicas else cause
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
         changes = self.several.steps[0].changes
-        if rounded := differ([{n: a for n, a in c.items() if n not in self.statistics} for c in changes]):
+        if rounded := differ([{n: a for n, a in c.items() if n not in self.ignored} for c in changes]):
             advice = "add in the same order in each, or they drift apart"
             self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
@@ -310,50 +314,45 @@ class _Comparison:
                 left = "a step adds to the gradients of the step before; call zero_grad after each update"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
-        yield "devices", split(examples, self.sizes[0], "the step") if examples else ""
+        yield "devices", split(examples, self.sizes[0], self.driver.divides) if examples else ""
         for claim in ("sum", "losses", "replicas"):
             yield claim, ""
         if not self.in_double:
             self.notes.append(f"compared only in float32, because float64 fails: {self.double[0].failure}")
             return
         several, one, exact = (s.steps[0].changes[0] for s in (self.several, self.one, self.double[1]))
-        names = [name for name in exact if name not in self.statistics]
-        apart, distance_of_one = (distance(change, exact, names) for change in (several, one))
+        names = [name for name in exact if name not in self.ignored]
+        apart, of_one = (distance(change, exact, names) for change in (several, one))
         self.notes.append(
-            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, "
-            f"{distance_of_one:.1e} on one"
+            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, {of_one:.1e} on one"
         )
         if self.low != "float32":
             self.how.append(f"in float64; rounding in {self.low} changes it by {apart:.0e}")
         rounding = 30 * ROUNDING[self.low]
         start = norm(flat(self.one.start[0], names)) / (norm(flat(exact, names)) or 1)
-        reason = (
-            f"float32 and float64 differ by {distance_of_one:.0%} on one {self.unit}, more than rounding explains; "
-        )
+        reason = f"float32 and float64 differ by {of_one:.0%} on one {self.unit}, more than rounding explains; "
         reason += "draw no random numbers"
-        yield "compared", reason if distance_of_one > max(1e-2, rounding * (1 + start)) else ""
+        yield "compared", reason if of_one > max(1e-2, rounding * (1 + start)) else ""
         reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
-        yield "update", reason if apart > max(1e-2, rounding, 8 * distance_of_one) else ""
+        yield "update", reason if apart > max(1e-2, rounding, 8 * of_one) else ""
 
 
 class Evidence:
     """A step on several devices, on one, and with the examples of each device alone: what changed, or the gradients
-    that the optimizer got. whole, alone: of one device."""
+    that the optimizer got. parts: what each device's examples add."""
 
     def __init__(
         self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
     ) -> None:
         self.unit, self.devices = of.unit, [f"{of.unit} {rank}" for rank in range(of.k)]
-        self.changes, self.alone = several, [arrays for [arrays] in alone]
-        self.statistics = set() if of.synced else of.statistics
+        self.changes, self.alone, self.unsynced = several, [arrays for [arrays] in alone], of.unsynced
         everywhere = [*self.changes, *self.alone]
-        self.names = [n for n in whole[0] if n not in of.statistics and all(n in arrays for arrays in everywhere)]
+        self.names = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
         self.whole = {name: whole[0][name] for name in self.names}
-        # What each device's examples add: a share of what they do alone, unless the step computes sums
+        # a share of what they do alone, unless the step computes sums
         self.sizes = [len(part) for part in parts]
         shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
-        errors = [distance(self._sum(some), self.whole, self.names) for some in (self.alone, shares)]
-        self.parts = self.alone if errors[0] < errors[1] else shares
+        self.parts = min(shares, self.alone, key=lambda some: distance(self._sum(some), self.whole, self.names))
         self.bound = of.bounds(self.whole, of.in_double, self.parts)
 
     def _sum(self, parts: Sequence[Arrays]) -> Arrays:
@@ -366,32 +365,21 @@ class Evidence:
     def is_wrong(self) -> bool:
         return any(self.wrong(change) for change in self.changes)
 
-    def missing(self) -> str:
-        """Whether each device updates with the gradients of all."""
-        own, only = list[str](), dict[str, int]()
-        for name in self.names:
-            used = [self._used(change, name) for change in self.changes]
-            is_wrong = [name in self.wrong(change) for change in self.changes]
-            if all(is_wrong) and used == [{rank} for rank in range(len(used))]:
-                own.append(name)
-            elif any(is_wrong) and len(used[0]) == 1 and all(u == used[0] for u in used):
-                only[name] = min(used[0])
-        if own:
-            of = "" if len(own) == len(self.names) else f" for {_some(own)}"
-            advice = "sum them in place, before the update (in DDP, in the last backward pass)"
-            return f"each {self.unit} updates with its own gradients{of}; {advice}"
-        if only:
-            device = self.devices[min(only.values())]
-            return f"the update uses only the gradients of {device} ({_some([*only])}); add the others'"
-        return ""
+    def not_summed(self) -> str:
+        """Whether each device updates with its own gradients only."""
+        wrong = [self.wrong(change) for change in self.changes]
+        own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
+        of = "" if len(own) == len(self.names) else f" for {_some(own)}"
+        advice = "sum them in place, before the update (in DDP, in the last backward pass)"
+        return f"each {self.unit} updates with its own gradients{of}; {advice}" if own else ""
 
-    def _used(self, change: Arrays, name: str) -> set[int]:
-        """The devices whose gradients are in an update of an array; empty if unknown."""
-        for rank, own in enumerate(self.alone):
-            if own[name].any() and norm(change[name] - own[name]) <= 2 * self.bound[name]:
-                return {rank}
-        weights = fitted(change[name], [part[name] for part in self.parts], 2 * self.bound[name])
-        return set() if weights is None else {i for i, w in enumerate(weights) if abs(w) > 0.01}
+    def _is_own(self, name: str, rank: int) -> bool:
+        """Whether a device's update of an array uses only the gradients of its own examples."""
+        change, own, rest = self.changes[rank][name], self.alone[rank][name], 2 * self.bound[name]
+        if own.any() and norm(change - own) <= rest:
+            return True
+        weights = fitted(change, [part[name] for part in self.parts], rest)
+        return weights is not None and [i for i, w in enumerate(weights) if abs(w) > 0.01] == [rank]
 
     def replicas_differ(self) -> str:
         """Whether the replicas are the same after the step."""
@@ -400,77 +388,75 @@ class Evidence:
             right = [self.devices[rank] for rank, change in enumerate(self.changes) if not self.wrong(change)]
             names = differ([{n: change[n] for n in self.names} for change in self.changes])
             if right:
-                return (
-                    f"only the step of {', '.join(right)} is right ({names}); update each with the sum, in the same way"
-                )
+                advice = "update each with the sum, in the same way"
+                return f"only the step of {', '.join(right)} is right ({names}); {advice}"
             advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
             return f"after a step, the replicas have different parameters ({names}); {advice}"
-        if names := differ([{n: change[n] for n in self.statistics} for change in self.changes]):
-            return f"the replicas have different running statistics ({names}); average or broadcast them, as DDP does"
-        return ""
+        names = differ([{n: change[n] for n in self.unsynced} for change in self.changes])
+        advice = "average or broadcast them, as DDP does"
+        return f"the replicas have different running statistics ({names}); {advice}" if names else ""
 
-    def update(self, right_if_alike: bool) -> str:
-        """What a wrong update looks like. right_if_alike: whether it is right if all examples are the same."""
+    def update(self, is_right_if_alike: Callable[[], bool]) -> Claim:
+        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same."""
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
-            return f"the update is not finite ({_some(infinite)})"
+            return "update", f"the update is not finite ({_some(infinite)})"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
+        where = "the update" + _where(elements, whole)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
-        if weights is not None and np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
-            sizes = ", ".join(map(str, self.sizes))
-            return f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
-        more = {n: norm(change[n] - whole[n]) / (norm(whole[n]) or 1) for n in wrong}
-        worst = max(wrong, key=more.__getitem__)
-        factor = self._factor(change, wrong)
-        total = self._sum(self.parts)
-        if factor is None and self.wrong(total) and not self.wrong(change, total):
-            cause = (
-                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
-                "random numbers that others draw, too"
-            )
-            return f"each {unit} changes its gradients before the sum: {cause}; sum first"
-        where = _where(elements, whole)
-        if factor is not None:
+        if weights is not None:
+            used = [i for i in range(k) if abs(weights[i]) > 1e-3]
+            if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
+                names = ", ".join(self.devices[i] for i in used)
+                where = f"the update of {_some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
+                return "sum", f"{where} uses only the gradients of {names}; add those of the others"
+            if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
+                sizes = ", ".join(map(str, self.sizes))
+                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
+        found, expected = flat(change, wrong), flat(whole, wrong)
+        factors = fitted(found, [expected], 5e-3 * norm(found - expected))
+        if factors is not None:
+            factor = factors[0] + 0.0  # not -0
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
                 advice += ", not of a shard"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
-            return f"the update{where} is {factor:.5g} times that of one {unit}; {advice}"
+            return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
+        total = self._sum(self.parts)
+        if self.wrong(total) and not self.wrong(change, total):
+            cause = (
+                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
+                "random numbers that others draw, too"
+            )
+            return "update", f"each {unit} changes its gradients before the sum: {cause}; sum first"
         if weights is not None and np.abs(weights - 1).max() > 5e-5:
-            used = [name for name, weight in zip(self.devices, weights) if abs(weight) > 1e-3]
-            if len(used) < k and np.allclose(weights[np.abs(weights) > 1e-3], 1, atol=1e-2):
-                return f"the update{where} uses only the gradients of {', '.join(used)}; add those of the others"
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
             if np.abs(weights - 1).max() < 0.05:
                 advice = f"a factor that is the same for all elements of a {unit} is not rounding; {advice}"
-            return f"the update{where} adds the shards' gradients as {terms}; {advice}"
-        differs = f"the update{where} differs from that of one {unit}"
-        if more[worst] < 0.02:
-            like = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers"
-            return f"{differs}, by {more[worst]:.1g} for {worst}; {like}; keep float32 until the sum is complete"
-        if right_if_alike:
-            advice = "divide X and y in the same way, and use what depends on other examples as on one"
-            return f"{differs}, unless all examples are the same: labels may be those of others; {advice}"
+            return "update", f"{where} adds the shards' gradients as {terms}; {advice}"
+        more = {n: norm(change[n] - whole[n]) / (norm(whole[n]) or 1) for n in wrong}
+        worst = max(wrong, key=more.__getitem__)
+        by = f"by {more[worst]:.0%} for {worst}"
         advice = (
             "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
             "others without gradients"
         )
-        return f"{differs}, by {more[worst]:.0%} for {worst}; {advice}"
+        if more[worst] < 0.02:
+            by = f"by {more[worst]:.1g} for {worst}"
+            advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
+            advice += "keep float32 until the sum is complete"
+        elif is_right_if_alike():
+            by = "unless all examples are the same: labels may be those of others"
+            advice = "divide X and y in the same way, and use what depends on other examples as on one"
+        return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
 
-    def _factor(self, change: Arrays, names: Sequence[str]) -> float | None:
-        """The number of times that one device's update fits; None if it does not fit better than once."""
-        found, whole = flat(change, names), flat(self.whole, names)
-        factor = float(np.vdot(found, whole) / (norm(whole) ** 2 or 1))
-        fits = norm(found - factor * whole) < 0.05 * norm(found - whole)
-        return factor if fits and abs(factor - 1) > 1e-6 else None
 
-
-def split(shards: Shards, n: int, function: str = "split_and_load") -> str:
+def split(shards: Shards, n: int, function: str = "the step") -> str:
     """Whether each of n examples is on exactly one device. shards: the indices of the examples on each device;
     negative or too large: not an example of this batch."""
     indices = [list(shard) for shard in shards]
@@ -499,11 +485,11 @@ def not_finite(step: Step) -> str:
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
-def _without_gradient(grads: Sequence[Arrays]) -> list[str]:
+def _without_gradient(grads: Sequence[Arrays]) -> set[str]:
     """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization. Adam
     makes a large step of them."""
     names = grads[0] if grads else ()
-    return [n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm_of(g) for g in grads)]
+    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm_of(g) for g in grads)}
 
 
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
@@ -571,4 +557,4 @@ def differ(devices: Sequence[Arrays]) -> str:
     if not devices:
         return ""
     first, *others = devices
-    return _some([name for name in first if any((first[name] != other[name]).any() for other in others)])
+    return _some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -26,7 +26,7 @@ from mxnet.ndarray import NDArray
 
 import gluon_mgpu.check.judge as judge
 from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.support.errors import UsageError, reason
@@ -95,8 +95,10 @@ def _code(function: Any) -> Any:
 
 
 class MXNet(Driver):
-    """The driver. called: what the last steps on several devices have called. examples: how many the network computed
-    on each device in one of them. placed: what is wrong with the places of the replicas."""
+    """The driver. called: what the steps have called. examples: how many the network computed on each device in a step
+    on several. placed: what is wrong with the places of the replicas."""
+
+    divides = "split_and_load"
 
     def __init__(
         self,
@@ -113,13 +115,16 @@ class MXNet(Driver):
         lessons.check_settings(self.same, lesson)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
-    def batch(self, i: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(i)
-        return rng.random((n, *self.image_shape)).astype(np.float32), rng.integers(0, self.classes, n)
-
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        shards, wrong = self._split(n)
-        return None if wrong else shards
+        lesson = self.load()
+        if not self._is_called(getattr(lesson, "split_and_load", None)):
+            return None
+        try:
+            for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
+                shards = lesson.split_and_load(nd.arange(first, first + n), self.ctx[:k])
+        except Exception:  # the step fails, too
+            return None
+        return [(shard.asnumpy() - first).astype(int).tolist() for shard in shards if shard.size]
 
     def model(self, k: int, double: bool = False) -> Any:
         """The model of a fresh lesson on k devices."""
@@ -137,57 +142,48 @@ class MXNet(Driver):
             raise TypeError("this model computes in float32 only")
         return model
 
-    def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        session = Session()
+    def run(
+        self,
+        k: int,
+        batches: Sequence[Any],
+        double: bool = False,
+        shards: Sequence[Shards] | None = None,
+        seed: int = 0,
+        lr: float = LR,
+        **_: Any,
+    ) -> Session:
+        session, dtype = Session(), "float64" if double else "float32"
         try:
             with _without_dropout(session.facts):
-                self._take_steps(session, k, batches, **options)
+                model = self.model(k, double)
+                stats, net = [*model.running_stats], getattr(model, "net", None)
+                session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
+                session.start = _arrays(model)
+                if k > 1 and not double:
+                    self.placed = self._misplaced(model)
+                model.load(spread(session.start[0]))
+                for i, (X, y) in enumerate(batches):
+                    seed_generators(1000 * seed + i)
+                    before, examples = _arrays(model), Counter[Context]()
+                    if shards and k == 1:
+                        model.net = _ByShard(net, shards[i])
+                    with _watched(model.lesson, net, self.called, examples):
+                        losses = model.step(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype), lr)
+                    session.add(before, _arrays(model), [shard.asnumpy().reshape(-1) for shard in losses])
+                    if k > 1:
+                        self.examples = examples or Counter({shard.context: shard.size for shard in losses})
         except Exception as error:
             if isinstance(error, UsageError) and k == 1:
                 raise
             session.failure = _explained(error)
         return session
 
-    def _take_steps(
-        self,
-        session: Session,
-        k: int,
-        batches: Sequence[Any],
-        *,
-        double: bool = False,
-        shards: Sequence[Shards] | None = None,
-        seed: int = 0,
-        lr: float = LR,
-    ) -> None:
-        model, dtype = self.model(k, double), "float64" if double else "float32"
-        stats = [*model.running_stats]
-        session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
-        session.start = _arrays(model)
-        if k > 1 and not double:
-            self.placed = self._misplaced(model)
-        model.load(spread(session.start[0]))
-        net = getattr(model, "net", None)
-        for i, (X, y) in enumerate(batches):
-            seed_generators(1000 * seed + i)
-            before, called, examples = _arrays(model), set[CodeType](), Counter[Context]()
-            if shards and k == 1:
-                model.net = _ByShard(net, shards[i])
-            with _watched(model.lesson, net, called, examples):
-                losses = model.step(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype), lr)
-            changes = [{n: a - old[n] for n, a in new.items()} for old, new in zip(before, _arrays(model))]
-            session.steps.append(Step(changes, losses=[shard.asnumpy().reshape(-1) for shard in losses]))
-            if k > 1:
-                self.called = called
-                self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
-        lesson, n = self.load(), 4 * k
+        lesson = self.load()
         yield "devices", self.placed or self._idle()
         yield "called", self._not_called(lesson)
-        if hasattr(lesson, "split_and_load") and self._is_called(lesson.split_and_load):
-            yield "split", self._split(n)[1] or self._split(n + 1)[1]
         if not is_wrong:
-            yield "losses", self._losses(n)
+            yield "losses", self._losses(4 * k)
             yield "update", self._changed_alone(lesson)
             yield "accuracy", self._accuracy()
 
@@ -210,8 +206,8 @@ class MXNet(Driver):
         return f"no examples are computed on {idle}, because all shards are on {where}; put shard i on ctx[i]"
 
     def _is_called(self, function: Any) -> bool:
-        """Whether the step has called a function, or another one with the same code."""
-        return _code(function) in self.called
+        """Whether a step has called a function, or another one with the same code."""
+        return function is not None and _code(function) in self.called
 
     def _not_called(self, lesson: ModuleType) -> str:
         """Whether the step calls the lesson's own functions, and no others with the same names."""
@@ -222,22 +218,6 @@ class MXNet(Driver):
                 advice = "copy the whole lesson into your file, instead of importing it"
                 return f"{name} is not called; the step calls {other}.{name}; {advice}"
         return ""
-
-    def _split(self, n: int) -> tuple[Shards, str]:
-        """The indices of each shard's examples, and whether each example is on exactly one device."""
-        usual, lesson = [part.tolist() for part in np.array_split(range(n), len(self.ctx))], self.load()
-        if not hasattr(lesson, "split_and_load"):
-            return usual, ""
-        try:
-            for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
-                shards = lesson.split_and_load(nd.arange(first, first + n), self.ctx)
-        except UsageError:
-            raise
-        except Exception as error:
-            return usual, f"split_and_load fails for {n} examples: {_explained(error)}"
-        found = [(shard.asnumpy() - first).astype(int).tolist() for shard in shards if shard.size]
-        wrong = judge.split(found, n)
-        return (usual if wrong else found), wrong
 
     def _losses(self, n: int) -> str:
         """Whether a step returns a loss for each example, computed before the update."""
@@ -252,17 +232,17 @@ class MXNet(Driver):
     def _changed_alone(self, lesson: ModuleType) -> str:
         """Whether `allreduce` leaves the array of a single device as it is, also if it is called again. If not, a step
         on one device is wrong, too."""
-        if not hasattr(lesson, "allreduce") or not self._is_called(lesson.allreduce):
+        if not self._is_called(getattr(lesson, "allreduce", None)):
             return ""
-        shape = max(self.model(1).arrays().values(), key=lambda a: a.size).shape
-        given = [nd.random.normal(shape=shape, ctx=self.ctx[0]) for _ in range(2)]
-        arrays = [a.copy() for a in given]
-        for array in arrays:
+        shape, same = max(self.model(1).arrays().values(), key=lambda a: a.size).shape, list[bool]()
+        for _ in range(2):
+            array = nd.random.normal(shape=shape, ctx=self.ctx[0])
+            given = array.copy()
             lesson.allreduce([array])
-        first, second = ((a == before).min().asscalar() for a, before in zip(arrays, given))
-        if not first:
+            same.append(bool((array == given).min().asscalar()))
+        if not same[0]:
             return "with one device, allreduce changes the gradients; leave a single array unchanged"
-        return "" if second else "allreduce adds what an earlier call left; start each sum from 0"
+        return "" if same[1] else "allreduce adds what an earlier call left; start each sum from 0"
 
     def _accuracy(self) -> str:
         k, rng = len(self.ctx), np.random.default_rng(0)
@@ -273,17 +253,8 @@ class MXNet(Driver):
         for model in (one, several):
             model.load(start)
         parts = [nd.array(rng.random((n, *self.image_shape))) for n in (3 * k + 2, 2 * k + 1)]
-        try:
-            return accuracy(
-                lambda batches: several.evaluate_accuracy(iter(batches)),
-                lambda X: one.predict(X.as_in_context(self.ctx[0]))[:, : self.classes].asnumpy(),
-                parts,
-                nd.array,
-            )
-        except UsageError:
-            raise
-        except Exception as error:
-            return f"evaluate_accuracy fails: {_explained(error)}"
+        net = lambda X: one.predict(X.as_in_context(self.ctx[0]))[:, : self.classes].asnumpy()  # noqa: E731
+        return accuracy(lambda batches: several.evaluate_accuracy(iter(batches)), net, parts, nd.array, _explained)
 
 
 def spread(arrays: Arrays) -> Arrays:
@@ -358,7 +329,9 @@ def _without_dropout(facts: dict[str, Any]) -> Iterator[None]:
 
         return keep
 
-    with ExitStack() as stack:
-        for space, name in ((nd, "Dropout"), (mx.sym, "Dropout"), (mx.npx, "dropout")):
-            stack.enter_context(patch.object(space, name, keeping(getattr(space, name))))
+    with (
+        patch.object(nd, "Dropout", keeping(nd.Dropout)),
+        patch.object(mx.sym, "Dropout", keeping(mx.sym.Dropout)),
+        patch.object(mx.npx, "dropout", keeping(mx.npx.dropout)),
+    ):
         yield

@@ -46,75 +46,63 @@ class Outcome:
     late: bool = False
 
 
-class _Child:
-    """A process that runs function(send)."""
-
-    def __init__(self, function: Callable[[Send], None]) -> None:
-        self.connection, end = FORK.Pipe()
-        self.failure = ""
-        self.process = FORK.Process(target=_run, args=(function, end, os.getpid()))
-        self.process.start()
-        end.close()
-
-    def read(self) -> Any:
-        """The next message; None if the process has completed all stages, failed or ended."""
-        try:
-            message, self.failure = self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            status = self.process.exitcode or 0
-            aborted = " (as gloo does if the shapes of a sum differ)" * (status == -signal.SIGABRT)
-            message, self.failure = None, f"the process {how_it_ended(status)}{aborted}"
-        return message
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
 def run(functions: Sequence[Callable[[Send], None]], seconds: float) -> Outcome:
     """Run each function in a process of its own. seconds: the limit of a stage."""
-    children, outcome = [_Child(function) for function in functions], Outcome()
+    children, outcome = list[tuple[Connection, Any]](), Outcome()
     try:
+        for function in functions:
+            connection, end = FORK.Pipe()
+            process = FORK.Process(target=_run, args=(function, end, os.getpid()))
+            process.start()
+            end.close()
+            children.append((connection, process))
         while messages := _stage(children, outcome, seconds):
             outcome.stages.append(messages)
-            for child in children:
+            for connection, _ in children:
                 with suppress(BrokenPipeError):
-                    child.connection.send("continue")
+                    connection.send("continue")
     finally:
-        for child in children:
-            child.end()
+        for connection, process in children:
+            process.kill()
+            process.join()
+            connection.close()
     return outcome
 
 
-def _stage(children: Sequence[_Child], outcome: Outcome, seconds: float) -> list[Any]:
+def _stage(children: Sequence[tuple[Connection, Any]], outcome: Outcome, seconds: float) -> list[Any]:
     """The next message of each process; empty if there is none from each. `outcome` gets the reason."""
-    messages: dict[int, Any] = {}
-    pending, begun, first_failure = {*range(len(children))}, time.monotonic(), 0.0
-    while pending:
-        ready = wait([children[rank].connection for rank in pending], 0.1)
-        now = time.monotonic()
-        for rank in [rank for rank in pending if children[rank].connection in ready]:
-            if (found := children[rank].read()) is not None:
+    messages, failed, pending = dict[int, Any](), dict[int, str](), dict(enumerate(children))
+    deadline = time.monotonic() + seconds
+    while pending and time.monotonic() < deadline:
+        ready = wait([connection for connection, _ in pending.values()], 0.1)
+        for rank in [rank for rank, (connection, _) in pending.items() if connection in ready]:
+            found, failure = _read(*pending.pop(rank))
+            if failure:
+                failed[rank] = failure
+                deadline = min(deadline, time.monotonic() + 2)  # the others may be about to fail, too
+            elif found is not None:
                 messages[rank] = found
-            pending.discard(rank)
-            if children[rank].failure:
-                first_failure = first_failure or now
-        if first_failure and now > first_failure + 2:  # the others may be about to fail, too
-            break
-        if now > begun + seconds:
-            outcome.late, outcome.failure = True, f"a step takes more than {seconds:g} s; allow more (--seconds)"
-            return []
-    failed = {rank: child.failure for rank, child in enumerate(children) if child.failure}
     if failed:
         # if one fails, the others lose their connection
-        rank = min(failed, key=lambda rank: "by peer" in failed[rank])
+        rank = min(sorted(failed), key=lambda rank: "by peer" in failed[rank])
         outcome.failure = f"{f'process {rank}: ' if len(children) > 1 else ''}{failed[rank]}"
         if TIMED_OUT in outcome.failure and not messages:  # the others may only be slow
             outcome.late, outcome.failure = True, f"{outcome.failure}; allow more (--seconds)"
-        return []
-    return [messages[rank] for rank in sorted(messages)]
+    elif pending:
+        outcome.late, outcome.failure = True, f"a step takes more than {seconds:g} s; allow more (--seconds)"
+    return [] if failed or pending else [messages[rank] for rank in sorted(messages)]
+
+
+def _read(connection: Connection, process: Any) -> tuple[Any, str]:
+    """The next message of a process, and why it failed; (None, "") if it has completed all stages."""
+    try:
+        message, failure = connection.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        status = process.exitcode or 0
+        aborted = " (as gloo does if the shapes of a sum differ)" * (status == -signal.SIGABRT)
+        return None, f"the process {how_it_ended(status)}{aborted}"
+    return message, failure
 
 
 def _run(function: Callable[[Send], None], end: Connection, parent: int) -> None:

@@ -18,18 +18,18 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward as engine
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import of_file
@@ -41,10 +41,7 @@ LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
 COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like", "bernoulli", "dropout"}
-DRAWS_IN_PLACE = {"uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "trunc_normal_"}
-CONVERSIONS = {"float", "half", "bfloat16"}
-FROM_NUMPY = {"from_numpy", "tensor", "as_tensor"}
+DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like"}
 
 
 def parallel(
@@ -54,7 +51,6 @@ def parallel(
     processes: Sequence[int] = (2, 3),
     steps: int = 3,
     even: bool = False,
-    random: str = "off",
     reference: Callable[[Any, Any], Any] | None = None,
     divide: str = "contiguous",
     seconds: float = 60,
@@ -65,14 +61,14 @@ def parallel(
     each process, after dist.init_process_group. step(state, part): the body of the training loop. batch(i, n): batch i,
     of n examples: a nest of tensors, with the examples along the first axis. processes: how many to compare. steps: how
     many one after the other, before one with an uneven batch. even: uneven batches may differ; then there is a warning.
-    random: "off" switches dropout modules off; "on" leaves them. reference(state, batch): the step in one process, if
+    reference(state, batch): the step in one process, if
     it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
     the step itself divides. seconds: the limit of a step.
     """
     import torch._dynamo  # noqa: F401  # this takes seconds, and each process would import it
     import torch.distributed.fsdp  # noqa: F401
 
-    driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
+    driver = PyTorch(make, step, batch, reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
 
@@ -95,7 +91,6 @@ class PyTorch(Driver):
     make: Callable[[int, int], Any]
     take_step: Callable[[Any, Any], Any]
     draw: Callable[[int, int], Any]
-    no_dropout: bool
     reference: Callable[[Any, Any], Any] | None
     divide: str
     seconds: float
@@ -112,24 +107,22 @@ class PyTorch(Driver):
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
-        found = [self._group(count, self._process, [batch], probe=True) for count in (k, 1)]
-        if any(len(outcome.stages) < 2 for outcome in found):
+        sessions = [self.run(count, [batch], probe=True) for count in (k, 1)]
+        if not all(session.steps for session in sessions):
             return None
-        examples, used = ([message["examples"] for message in outcome.stages[1]] for outcome in found)
-        return examples if all(examples) and used[0] == [*range(n)] else None  # a mask leaves no gradient of some
+        examples, [used] = (session.steps[0].examples for session in sessions)
+        return examples if all(examples) and used == [*range(n)] else None  # a mask leaves no gradient of some
 
     def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
         outcome = self._group(k, self._process, batches, **options)
         session = Session(failure=outcome.failure, late=outcome.late)
         for i, messages in enumerate(outcome.stages):
-            facts = messages[0]["facts"]
-            session.facts |= {name: value for name, value in facts.items() if value or name not in session.facts}
-            arrays = [message["arrays"] for message in messages]
-            if i == 0:
-                session.start = arrays
+            facts, arrays, *others = (list(values) for values in zip(*messages))
+            session.facts |= {name: value for name, value in facts[0].items() if value or name not in session.facts}
+            if i:
+                session.steps.append(Step(arrays, *others))
             else:
-                grads, losses = ([message[name] for message in messages] for name in ("grads", "losses"))
-                session.steps.append(Step(arrays, grads, losses))
+                session.start = arrays
         return session
 
     def _group(self, world: int, function: Callable[..., None], *args: Any, **options: Any) -> Outcome:
@@ -162,19 +155,22 @@ class PyTorch(Driver):
             _compile_nothing()
         with Float64(watch) if double else nullcontext():
             state = self.make(rank, world)
-            modules = [*found_modules(state)]
-            facts: dict[str, Any] = {"how": ["with dropout off"] * (self.no_dropout and switch_dropout_off(modules))}
+            modules = [m for _, value in walk(state) if isinstance(value, nn.Module) for m in value.modules()]
+            facts: dict[str, Any] = {"how": ["with dropout off"] * switch_dropout_off(modules)}
             normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
-            facts |= {"normalized": bool(normalized), "statistics": statistics(state, normalized)}
+            buffers = {id(b) for m in normalized for b in m.buffers()}
+            facts |= {"normalized": bool(normalized)}
+            facts["statistics"] = [name for name, a in named(state).items() if id(a) in buffers]
             facts["synced"] = any(getattr(m, "broadcast_buffers", False) for m in modules)
-            if not self.reference and tensor_parallel(state, modules):
+            is_divided = any(hasattr(p, "placements") for p in named(state).values())
+            if is_divided and not self.reference and not any(hasattr(m, "unshard") for m in modules):  # by FSDP
                 facts["reason"] = (
                     "its parameters are divided by tensor parallelism, and only data parallelism is checked; pass "
                     "reference="
                 )
             now = read(state)
-            send({"arrays": now, "facts": facts})
+            send((facts, now))
             seed_all(1000 * seed + rank)
             for i, batch in enumerate(batches):
                 if shards and world == 1:
@@ -193,15 +189,10 @@ class PyTorch(Driver):
                 losses = [a.detach().double().numpy() for a in pytree.tree_leaves(losses) if isinstance(a, Tensor)]
                 moved = any(a.any() for a in changes.values())
                 left = [p for p in params.values() if moved and p.grad is not None and p.grad.any()]
-                send(
-                    {
-                        "arrays": changes,
-                        "grads": {name: watch.grads[p] for name, p in params.items() if p in watch.grads},
-                        "losses": losses[0].ravel() if len(losses) == 1 else np.zeros(0),
-                        "examples": examples_of(leaves) if probe else [],
-                        "facts": {"low": watch.low, "left": bool(left)},
-                    }
-                )
+                facts = {"low": watch.low, "left": bool(left)}
+                grads = {name: watch.grads[p] for name, p in params.items() if p in watch.grads}
+                examples = examples_of(leaves) if probe else []
+                send((facts, changes, grads, losses[0].ravel() if len(losses) == 1 else np.zeros(0), examples))
                 if clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
@@ -212,7 +203,7 @@ class PyTorchFile(PyTorch):
     """A file, which each process executes again. Its step gets whole batches, and divides them."""
 
     def __init__(self, file: str, seconds: float) -> None:
-        super().__init__(self._make, self._step, self._draw, True, None, "none", seconds)
+        super().__init__(self._make, self._step, self._draw, None, "none", seconds)
         self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
@@ -286,21 +277,14 @@ def divided(how: str, k: int, n: int) -> list[list[int]]:
 
 def copied(value: Any, double: bool, requires_grad: bool) -> Any:
     """A side's own copy of a tensor of a batch."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach().clone()
-    if not value.is_floating_point():
-        return value
-    return (value.double() if double else value).requires_grad_(requires_grad)
+    if isinstance(value, Tensor):
+        value = value.detach().clone()
+        if value.is_floating_point():
+            return (value.double() if double else value).requires_grad_(requires_grad)
+    return value
 
 
 # What a step changes
-
-
-def found_modules(state: Any) -> Iterator[nn.Module]:
-    for value in walk(state):
-        if isinstance(value[1], nn.Module):
-            yield from value[1].modules()
 
 
 def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
@@ -325,7 +309,7 @@ def named(state: Any) -> dict[str, Tensor]:
     """The parameters and other floating-point tensors of a state, by name. If there is a network, what only an
     optimizer has is left out: it may be a part of the parameters, a different one in each process."""
     tensors: dict[str, Tensor] = {}
-    has_network = any(True for module in found_modules(state) for _ in module.parameters())
+    has_network = any(isinstance(value, nn.Module) and [*value.parameters()] for _, value in walk(state))
     for name, value in walk(state):
         if isinstance(value, nn.Module):
             found = {PREFIX.sub("", n): a for n, a in [*value.named_parameters(), *value.named_buffers()]}
@@ -354,19 +338,7 @@ def examples_of(leaves: Sequence[Tensor]) -> list[int]:
     return sum(grads).nonzero().ravel().tolist() if grads else []
 
 
-def tensor_parallel(state: Any, modules: Sequence[nn.Module]) -> bool:
-    """Whether parameters are divided, but not by FSDP."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    divided = any(hasattr(p, "placements") for p in named(state).values())
-    return divided and not any(fsdp and isinstance(m, fsdp.FSDPModule) for m in modules)
-
-
 # Batch normalization, dropout, precision
-
-
-def statistics(state: Any, normalized: Sequence[nn.Module]) -> list[str]:
-    own = [b for m in normalized for b in m.buffers()]
-    return [name for name, a in named(state).items() if any(a is b for b in own)]
 
 
 def by_shard(modules: Sequence[nn.Module], shards: Shards) -> None:
@@ -413,7 +385,7 @@ class Watch:
     def __init__(self) -> None:
         self.grads: dict[Tensor, np.ndarray] = {}
         self.low = "float32"
-        self.works: list[Work] = []
+        self.works: list[tuple[Mock, int]] = []  # asynchronous operations, and the lines that begin them
         register_optimizer_step_pre_hook(self._before_update)
         for name in COLLECTIVES:
             setattr(dist, name, self._watched(getattr(dist, name)))
@@ -426,92 +398,65 @@ class Watch:
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             work, caller = function(*args, **options), sys._getframe(1)
-            if work is None or not processes.is_users(caller.f_code.co_filename):
-                return work
-            self.works.append(Work(work, caller.f_lineno))
-            return self.works[-1]
+            if work is not None and processes.is_users(caller.f_code.co_filename):
+                work = Mock(wraps=work)
+                self.works.append((work, caller.f_lineno))
+            return work
 
         return call
 
     def refuse_unfinished(self) -> None:
-        for work in self.works:
-            if not work.is_awaited:
+        for work, line in self.works:
+            if not work.mock_calls:
                 advice = "does not wait(); wait before the update"
-                raise RuntimeError(f"line {work.line} begins a sum with async_op=True and {advice}")
+                raise RuntimeError(f"line {line} begins a sum with async_op=True and {advice}")
 
 
-class Work:
-    """A collective operation, and whether anything waits for it."""
-
-    def __init__(self, work: Any, line: int) -> None:
-        self.work, self.line, self.is_awaited = work, line, False
-
-    def __getattr__(self, name: str) -> Any:
-        self.is_awaited = True
-        return getattr(self.work, name)
-
-
-class Float64(TorchFunctionMode):
+class Float64(TorchDispatchMode):
     """Computes in float64 what the code computes in any other precision. Random numbers are drawn in float32, so that
     they are the same."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-        torch.set_default_dtype(torch.float64)
-        autocast, fsdp = torch.autocast.__init__, sys.modules.get("torch.distributed.fsdp")
+        torch.set_default_dtype(torch.float64)  # which autocast leaves as it is
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            setattr(torch, name, self._converted(getattr(torch, name)))
+        enter = torch.autocast.__enter__
 
-        def without(self_: Any, device: str, dtype: Any = None, enabled: bool = True, **options: Any) -> None:
-            if enabled:
-                self._note(dtype or torch.get_autocast_dtype(device))
-            autocast(self_, device, dtype=torch.bfloat16, enabled=False, **options)
+        def noted(autocast: Any) -> Any:
+            self._note(autocast.fast_dtype if autocast._enabled else None)
+            return enter(autocast)
 
-        def in_double(policy: Any) -> None:
-            for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-                self._note(getattr(policy, name))
-                object.__setattr__(policy, name, None)
-
-        torch.autocast.__init__ = without
-        if fsdp:
-            fsdp.MixedPrecisionPolicy.__post_init__ = in_double
+        torch.autocast.__enter__ = noted
 
     def _note(self, dtype: Any) -> None:
         if dtype in LOW and self.watch.low != "bfloat16":
             self.watch.low = LOW[dtype]
 
-    def _mapped(self, value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            self._note(value)
-            return torch.float64
-        return value
+    def _converted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def convert(*args: Any, **options: Any) -> Tensor:
+            tensor = function(*args, **options)
+            self._note(tensor.dtype)
+            return tensor.double() if tensor.is_floating_point() and tensor.ndim else tensor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if name == "backward" and first is not None and not (args[1:] or kwargs.get("inputs")):
-            gradient, keeps = kwargs.get("gradient"), bool(kwargs.get("retain_graph"))
-            gradient = torch.ones_like(first) if gradient is None else gradient
-            with self:  # for the hooks of a backward pass, which convert, too; public functions would run them without
-                return engine((first,), (gradient,), keeps, False, (), allow_unreachable=True, accumulate_grad=True)
-        if name in CONVERSIONS and first is not None:
-            self._note({"half": torch.float16, "bfloat16": torch.bfloat16}.get(name))
-            return first.double() if first.ndim else first if first.dtype == torch.float64 else func(first)
-        if name in DRAWS_IN_PLACE or getattr(func, "__module__", "") == "torch.nn.init":
-            target = kwargs.get("tensor", first)
-            if isinstance(target, Tensor) and target.dtype == torch.float64:
-                with torch.no_grad():
-                    drawn = torch.empty(target.shape, dtype=torch.float32)
-                    func(drawn, *args[1:], **{key: a for key, a in kwargs.items() if key != "tensor"})
-                    return target.copy_(drawn)
-        scalar = first is not None and first.ndim == 0 or bool(args) and isinstance(args[0], tuple) and not args[0]
-        if scalar:  # such as the factor of a gradient scaler, which has kernels for float32 only
-            return func(*args, **kwargs)
-        args = [self._mapped(value) for value in args]
-        kwargs = {key: self._mapped(value) for key, value in kwargs.items()}
-        if name in DRAWS and (first is None or first.dtype == torch.float64):
-            if first is None or name.endswith("_like"):
+        return convert
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # the operations on its parts come here, too
+        kwargs, dtype = kwargs or {}, (kwargs or {}).get("dtype")
+        first: Any = args[0] if args else None
+        shape = first.shape if isinstance(first, Tensor) else first
+        if dtype is not None and dtype.is_floating_point:
+            self._note(dtype)
+            # but not a number, such as the factor of a gradient scaler, which has kernels for float32 only
+            if shape or isinstance(first, Tensor) and first.dtype == torch.float64:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        if torch.Tag.nondeterministic_seeded in func.tags and dtype != torch.float64:
+            name = func.overloadpacket.__name__
+            if name.endswith("_") and first.dtype == torch.float64:
+                return first.copy_(func(torch.empty(first.shape, dtype=torch.float32), *args[1:], **kwargs))
+            if name in DRAWS and "dtype" in str(func._schema):
                 return func(*args, **{**kwargs, "dtype": torch.float32}).double()
-        result = func(*args, **kwargs)
-        if name in FROM_NUMPY and isinstance(result, Tensor) and result.is_floating_point():
-            return result if result.dtype == torch.float64 else result.double()
-        return result
+        return func(*args, **kwargs)

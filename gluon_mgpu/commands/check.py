@@ -26,7 +26,6 @@ CLAIMS = {
     "start": "all {units} start with the same parameters",
     "devices": "each example is on exactly one {unit}",
     "called": "the step calls the functions of this file",
-    "split": "split_and_load puts each example on exactly one device",
     "sum": "each {unit} updates with the sum of all gradients",
     "losses": "the losses are those of the batch's examples",
     "replicas": "after a step, all {units} have the same parameters",

@@ -198,6 +198,16 @@ def noisy(state, part):
     return plain(state, {**part, "x": part["x"] + 0.1 * torch.randn_like(part["x"])})
 
 
+def with_own_generator(state, part):
+    noise = torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+    return plain(state, {**part, "x": part["x"] + 0.1 * noise})
+
+
+def with_piece(rank, world):
+    net, trainer = ddp(rank, world)
+    return net, trainer, {"moments": torch.cat([p.detach().ravel() for p in net.parameters()]).chunk(world)[rank]}
+
+
 def drop(rank, world):
     net = DDP(mlp(lambda: nn.Dropout(0.5)))
     return net, sgd(net)
@@ -219,6 +229,7 @@ RIGHT = {
     "EMA": (with_average, averaged(True), EVEN),
     "schedule": (with_schedule(False), plain, EVEN),
     "batch normalization": (normalized, plain, EVEN),
+    "own generator": (ddp, with_own_generator, EVEN),
     "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
     "compile": (compiled(ddp), plain, EVEN),
     "reference": (alone, by_hand, {**EVEN, "reference": plain}),
@@ -240,7 +251,10 @@ WRONG = {
     "compile": (compiled(alone), plain, EVEN, "own gradients"),
     "reference": (alone, by_hand, {**EVEN, "reference": lambda s, p: plain(s, p, factor=2)}, "0.5 times"),
 }
-UNKNOWN = {"random numbers": (ddp, noisy, EVEN, "random numbers")}
+UNKNOWN = {
+    "random numbers": (ddp, noisy, EVEN, "random numbers"),
+    "pieces": (with_piece, lambda state, part: plain(state[:2], part), EVEN, "other shapes"),
+}
 TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN}
 
 if __name__ == "__main__":

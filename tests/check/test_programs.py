@@ -49,7 +49,6 @@ def changed(name, *edits):
 FIRST = ["[dist.get_rank()]", "[0]"]
 MEAN = ["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"]
 STRIDED = ["shard(y), reduction", "y[dist.get_rank() :: dist.get_world_size()], reduction"]
-STEP = SUM + "    sgd(params, lr, len(X))"
 LOSS = "    loss = losses.sum() * dist.get_world_size() / len(X)"
 VALID = """    valid = shard(y) % 3 != 0
     count = valid.sum()
@@ -64,7 +63,6 @@ WRONG = {
     "labels of others": ("update", "labels", scratch(STRIDED)),
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
     "only the last examples": ("update", "choice of its own", scratch(["losses.sum()", "losses[-3:].sum()"])),
-    "a step before the sum": ("sum", "own", scratch([STEP, "    sgd(params, lr, len(X))"])),
     "mean of means": ("update", "sizes", ddp(MEAN)),
     "gradients of the step before": ("update", "zero_grad", ddp(["    trainer.zero_grad()\n", ""])),
     "not scaled": ("update", "0.5 times", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
