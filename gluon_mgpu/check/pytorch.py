@@ -51,6 +51,7 @@ def parallel(
     processes: Sequence[int] = (2, 3),
     steps: int = 3,
     even: bool = False,
+    random: str = "off",
     reference: Callable[[Any, Any], Any] | None = None,
     divide: str = "contiguous",
     seconds: float = 60,
@@ -61,14 +62,15 @@ def parallel(
     each process, after dist.init_process_group. step(state, part): the body of the training loop. batch(i, n): batch i,
     of n examples: a nest of tensors, with the examples along the first axis. processes: how many to compare. steps: how
     many one after the other, before one with an uneven batch. even: uneven batches may differ; then there is a warning.
-    reference(state, batch): the step in one process, if
-    it is another. divide: how a process gets its part: "contiguous", "strided" as by DistributedSampler, or "none" if
-    the step itself divides. seconds: the limit of a step.
+    random: "off" switches dropout modules off; "on" leaves them, and a step that draws cannot be compared.
+    reference(state, batch): the step in one process, if it is another. divide: how a process gets its part:
+    "contiguous", "strided" as by DistributedSampler, or "none" if the step itself divides. seconds: the limit of a
+    step.
     """
     import torch._dynamo  # noqa: F401  # this takes seconds, and each process would import it
     import torch.distributed.fsdp  # noqa: F401
 
-    driver = PyTorch(make, step, batch, reference, divide, seconds)
+    driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
 
@@ -91,6 +93,7 @@ class PyTorch(Driver):
     make: Callable[[int, int], Any]
     take_step: Callable[[Any, Any], Any]
     draw: Callable[[int, int], Any]
+    no_dropout: bool
     reference: Callable[[Any, Any], Any] | None
     divide: str
     seconds: float
@@ -156,7 +159,7 @@ class PyTorch(Driver):
         with Float64(watch) if double else nullcontext():
             state = self.make(rank, world)
             modules = [m for _, value in walk(state) if isinstance(value, nn.Module) for m in value.modules()]
-            facts: dict[str, Any] = {"how": ["with dropout off"] * switch_dropout_off(modules)}
+            facts: dict[str, Any] = {"how": ["with dropout off"] * (self.no_dropout and switch_dropout_off(modules))}
             normalized = [m for m in modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
             buffers = {id(b) for m in normalized for b in m.buffers()}
@@ -203,7 +206,7 @@ class PyTorchFile(PyTorch):
     """A file, which each process executes again. Its step gets whole batches, and divides them."""
 
     def __init__(self, file: str, seconds: float) -> None:
-        super().__init__(self._make, self._step, self._draw, None, "none", seconds)
+        super().__init__(self._make, self._step, self._draw, True, None, "none", seconds)
         self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
