@@ -69,8 +69,8 @@ dropout    synthetic  momentum  yes    yes   yes      yes   yes    all      abou
 """
 OPTIONS = {
     "plain": {},
-    "momentum": {"momentum": 0.9},
-    "all": {"momentum": 0.9, "weight_decay": 0.01, "shares": (3, 1)},
+    "momentum": {"momentum": 0.9, "warmup_epochs": 0.5},  # the first of two steps has half the rate
+    "all": {"momentum": 0.9, "warmup_epochs": 0.5, "weight_decay": 0.01, "shares": (3, 1)},
     "shares": {"shares": (3, 1)},
 }
 NETWORKS = {
@@ -287,7 +287,8 @@ class Reference:
                 batch = order[BATCH * i : BATCH * (i + 1)]
                 step = STEPS * epoch + i
                 seeds = [seed_of_step(SEED, worker, step) for worker in range(workers)]
-                self._step(images[batch], labels[batch], self._ends(len(batch), devices(step)), seeds)
+                lr = self.options["lr"] * (0.5 if step == 0 and "warmup_epochs" in self.options else 1)
+                self._step(images[batch], labels[batch], lr, self._ends(len(batch), devices(step)), seeds)
         return self
 
     def _ends(self, n, devices):
@@ -296,7 +297,7 @@ class Reference:
             return [round(n * 0.75)]
         return np.cumsum([n // devices + (i < n % devices) for i in range(devices)])[:-1]
 
-    def _step(self, X, y, ends, seeds):
+    def _step(self, X, y, lr, ends, seeds):
         options = self.options
         losses, gradients = self._of_gluon(X, y, ends, seeds) if self.net else self._of_numpy(X, y)
         self.losses += [*losses]
@@ -304,7 +305,7 @@ class Reference:
         for name, mean in means.items():
             p, v = self.params[name], self.velocities[name]
             v *= options.get("momentum", 0)
-            v -= options["lr"] * (mean + options.get("weight_decay", 0) * p)
+            v -= lr * (mean + options.get("weight_decay", 0) * p)
             p += v
 
     def _of_numpy(self, X, y):
