@@ -1,6 +1,7 @@
 """Holding a lesson against one device: wrong steps are named, right ones are not accused."""
 
 import importlib
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -409,7 +410,8 @@ def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(ca
 
 
 @pytest.mark.slow
-def test_checking_does_not_change_training():
+def test_checking_a_lesson_of_ones_own_does_not_change_its_training(tmp_path):
+    own = shutil.copy(scratch.__file__, tmp_path / "own.py")
     options = {"gpus": 2, "dataset": "synthetic", "limit": 100, "batch_size": 20, "epochs": 1, "seed": 1}
-    losses = [train(impl="scratch", check=check, **options)[-1].train_loss for check in (False, True)]
+    losses = [train(impl=str(impl), **options)[-1].train_loss for impl in ("scratch", own)]
     assert losses[0] == losses[1]

@@ -10,7 +10,7 @@ PROGRAMS = Path(__file__).with_name("old_programs.py")
 
 
 def test_programs_for_gpus_run_without_gpus(tmp_path, stock):
-    done = runs.gluon_mgpu("run", "--here", "--gpus", 4, PROGRAMS, cwd=tmp_path, env=stock)
+    done = runs.gluon_mgpu("run", "--here", "--gpus", 4, PROGRAMS, cwd=tmp_path, env={**stock, "PYTEST_ADDOPTS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("mx.gpu(i) is CPU context i + 1") == 1
 
