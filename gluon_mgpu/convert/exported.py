@@ -333,7 +333,7 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
     try:
         with network.np_shape():
             arrays = nd.load(str(params_file)) or {}
-    except (mx.MXNetError, UnicodeDecodeError) as error:
+    except Exception as error:  # MXNet raises several types for damaged files
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
