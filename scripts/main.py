@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Runs the command that this file's name says: train.py, bench.py and others in this folder are links to main.py.
 
-`python scripts/train.py` is `gluon-mgpu train`. bench.py and parity.py run the package of that name in
-this folder; only a checkout has them. `python scripts/main.py` lists the other commands.
+`python scripts/train.py` is `gluon-mgpu train`. bench.py and parity.py run the package of that name in this folder;
+only a checkout has them. `python scripts/main.py` lists the other commands.
 """
 
 import sys

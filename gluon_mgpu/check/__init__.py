@@ -30,7 +30,7 @@ def compare_file(
     path: str, processes: Sequence[int] = (2, 3), steps: int = 3, even: bool = False, seconds: float = 60
 ) -> Report:
     """Compare the steps of a PyTorch or JAX file; the arguments are those of `parallel`."""
-    # read when PyTorch and JAX are imported: the batches are small, and compiling would take longer than the steps
+    # PyTorch and JAX read these when they are imported. The batches are small: threads and optimized code do not pay.
     os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     if framework(path) == "jax":
         from gluon_mgpu.check import jax

@@ -1,8 +1,7 @@
 """Code that the commands share: one-line errors, exit statuses, and options with their groups in --help.
 
 Exit status: 0 on success; 1 if a run failed; 2 if the command was wrong; 3 if `check` has no sound reference; 130 if
-interrupted. This module does not need
-NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
+interrupted. This module does not need NumPy, because `gluon_mgpu.commands.doctor` must start even if NumPy is broken.
 """
 
 from __future__ import annotations
