@@ -145,24 +145,17 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
     return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def scaled(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """Scale uint8 images as the run's training images were scaled. Raises UsageError if that is not known."""
-    low, high = trained.run.details.get("image_range", (0, 255))
-    if trained.run.details.get("image_dtype", "uint8") == "uint8":
-        return images
-    if low < 0 or 1 < high <= 128 or high > 255:  # neither fractions of 1 nor pixels
-        advice = f"trained on numbers from {low:g} to {high:g}; scale images in the same way, and use evaluate.scores"
-        raise UsageError(None, trained.run.folder, advice)
-    return images.astype(np.float32) / (255 if high <= 1 else 1)
-
-
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
-    paths: names to print. images: one uint8 array (channels, height, width) per path.
+    paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if the run was
+    trained on images that are not uint8.
     """
+    if trained.run.details.get("image_dtype", "uint8") != "uint8":
+        advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
+        raise UsageError(None, trained.run.folder, advice)
     lines = []
-    probabilities = nd.softmax(nd.array(scores(trained, scaled(trained, np.stack(images))))).asnumpy()
+    probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
     classes = class_names(trained.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]

@@ -76,9 +76,8 @@ def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):
     refused("data_dir", resume=tmp_path, epochs=2, dataset=datasets.synthetic(100, 100, seed=8))
 
 
-def test_fewer_epochs_than_a_recorded_milestone_are_the_users_mistake():
-    steps = {"schedule": "step", "milestones": (2, 3), "warmup_epochs": 0.5}
-    recorded = Config(**Config.parse(OPTIONS), epochs=4, **steps)
+def test_fewer_epochs_than_the_recorded_warm_up_has_are_the_users_mistake():
+    recorded = Config(**Config.parse(OPTIONS), epochs=4, warmup_epochs=3)
     with pytest.raises(UsageError) as error:
         recorded.resumed({"epochs": 3})
     assert error.value.name == "epochs"

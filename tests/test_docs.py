@@ -11,11 +11,11 @@ from pathlib import Path
 import click
 import pytest
 from parity import notebook
+from parity.recipes import RECIPES
 from runs import ROOT
 
 from gluon_mgpu import asynchrony, exercises, highlevel, partition, scratch, sharded
 from gluon_mgpu.commands.main import main
-from gluon_mgpu.training import recipes
 
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # also names what has been removed
@@ -89,7 +89,7 @@ def test_every_module_that_programs_may_import_has_a_page_of_the_api():
 
 
 def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
-    printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in recipes.RECIPES.values()}
+    printed = {(r.options["gpus"], tuple(map(float, r.test_accuracy))) for r in RECIPES.values()}
     rows = re.findall(r"^\| the notebook, on (\d) GPUs? \| (.*) \|$", "\n".join(PAGES.values()), re.MULTILINE)
     assert rows and {(gpus, tuple(map(float, row.split(" | ")))) for gpus, row in rows} <= printed
 

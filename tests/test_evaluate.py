@@ -54,16 +54,11 @@ def test_resnet18_learns_and_its_recorded_accuracy_is_found_again(tmp_path):
     assert f": {last.test_accuracy:.4f} (" in evaluate.report(trained, *evaluate.held_out(trained.run))
 
 
-@pytest.mark.parametrize("high, divisor", [(1, 255), (200, 1), (255, 1), (16, None), (300, None)])
-def test_a_picture_is_scaled_as_floating_point_training_data_or_refused(high, divisor, run):
+def test_an_image_file_is_refused_if_the_training_images_were_floating_point_numbers(run):
     trained = evaluate.load(run, device="cpu")
-    trained.run.details.update(image_dtype="float32", image_range=(0, high))
-    picture = np.arange(784, dtype=np.uint8).reshape(1, 28, 28)
-    if divisor is None:
-        with pytest.raises(UsageError):
-            evaluate.scaled(trained, picture)
-    else:
-        np.testing.assert_array_equal(evaluate.scaled(trained, picture), picture.astype(np.float32) / divisor)
+    trained.run.details["image_dtype"] = "float32"
+    with pytest.raises(UsageError):
+        evaluate.classify(trained, ["image.png"], [np.zeros((1, 28, 28), np.uint8)])
 
 
 def grey(image, tmp_path, **save):

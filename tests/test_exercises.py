@@ -237,12 +237,8 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     (tmp_path / "answers/=dan/work.zip").touch()
     expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
     expected.append(("answers/=dan", None, None, "no-answer"))  # not lost
-    reports = ("--json", "results.json", "--csv", "results.csv")
-    checked = run("grade", "answers", "--jobs", "2", *reports, folder=tmp_path)
+    checked = run("grade", "answers", "--jobs", "2", "--csv", "results.csv", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [(r["file"], r["cell"], r["exercise"], r["mistake"]) for r in results] == expected
-    assert all(r["correct"] == (r["mistake"] is None) and r["report"] for r in results)
     with open(tmp_path / "results.csv", encoding="utf-8-sig") as file:
         students = list(csv.DictReader(file))
     assert [[row[column] for column in ("student", "solved", "allreduce", "split")] for row in students] == [
@@ -255,7 +251,8 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     assert "cy/binary.py" in students[2]["without an answer"] and not students[0]["without an answer"]
     table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +yes +2\n=dan +0\nsolved +2 +3$"
     assert re.search(table, checked.stdout, re.MULTILINE)
-    for row, (file, cell, exercise, mistake) in zip(checked.stdout.splitlines()[1:], expected):
+    rows = checked.stdout.splitlines()[1 : 1 + len(expected)]
+    for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
 
@@ -285,9 +282,9 @@ def test_answers_that_cannot_be_graded_are_rows_and_one_is_an_error(tmp_path):
     [
         ["a.py", "missing.py"],
         ["a.py", "a.ipynb", "--solution"],
-        ["--json", "a.py", "a.ipynb"],  # must not overwrite an answer
-        ["a.py", "--json", "missing/results.json"],
-        ["--json", "results.json"],
+        ["--csv", "a.py", "a.ipynb"],  # must not overwrite an answer
+        ["a.py", "--csv", "missing/results.csv"],
+        ["--csv", "results.csv"],
     ],
 )
 def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words, capfd, monkeypatch):
@@ -295,7 +292,7 @@ def test_a_wrong_command_for_a_class_is_refused_before_any_check(tmp_path, words
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     runs.error(capfd, command, "grade", *words)
-    assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.json").exists()
+    assert (tmp_path / "a.py").read_text() == SUM and not (tmp_path / "results.csv").exists()
 
 
 @pytest.mark.slow

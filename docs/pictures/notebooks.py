@@ -1,14 +1,17 @@
 """Draws notebooks.png: the accuracies that two notebooks printed, among the kept runs of the same experiments."""
 
 import json
+import sys
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gluon_mgpu.training.recipes import RECIPES
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.append(str(SCRIPTS))
+from parity.recipes import RECIPES  # noqa: E402
 
-KEPT = json.loads((Path(__file__).parents[2] / "scripts/parity/spread.json").read_text())["test_accuracy"]
+KEPT = json.loads((SCRIPTS / "parity/spread.json").read_text())["test_accuracy"]
 PANELS = {
     "scratch-lenet-fashion-mnist-2gpu": "from scratch, Fashion-MNIST, 2 devices",
     "gluon-lenet-mnist-4gpu": "with Gluon, MNIST, 4 devices",

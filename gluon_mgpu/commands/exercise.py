@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import BinaryIO
 
 import click
 
@@ -77,7 +75,6 @@ def start(name: str, out: str | None) -> None:
 @common.option(
     "--csv", "csv_file", type=common.FILE, metavar="FILE.csv", help="Write a table of students by exercises."
 )
-@common.option("--json", "json_file", type=common.FILE, metavar="FILE.json", help="Write all results, explained.")
 @common.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -92,24 +89,23 @@ def grade(
     paths: tuple[str, ...],
     solution: bool,
     csv_file: str | None,
-    json_file: str | None,
     seconds: float,
     jobs: int,
 ) -> None:
     """Grade answers: Python files, notebooks with a cell for each answer, and folders with such files. Each answer runs
     on hidden cases in a new process, with at most 4 GB of memory. A single answer's mistake is explained. For several
-    answers, a table names their mistakes; for folders of students, another one shows who has solved what. Reports are
-    rewritten after each answer. Exit status: 0 if all answers are correct, else 1."""
+    answers, a table names their mistakes; for folders of students, another one shows who has solved what. The file
+    of --csv is rewritten after each answer. Exit status: 0 if all answers are correct, else 1."""
     answers = exercises.find(paths)
-    reports = {path: content for path, content in ((csv_file, _csv), (json_file, _json)) if path}
-    _check_writable("csv_file", csv_file, ".csv")
-    _check_writable("json_file", json_file, ".json")
+    if csv_file:
+        _check_writable(csv_file)
     if len(answers) > 1 and solution:
         raise UsageError("solution", True, f"needs a single answer, not {len(answers)}")
     graded: Graded = []
+    problem = None
     for mistake in _each(answers, seconds, jobs) if len(answers) > 1 else [_single(answers[0], solution, seconds)]:
         graded.append((answers[len(graded)], mistake))
-        problem = _write(reports, graded)
+        problem = _write(csv_file, graded) if csv_file else None
     correct = [mistake for _, mistake in graded].count(None)
     if len(answers) > 1:
         found = sum(bool(answer.name) for answer in answers)
@@ -117,8 +113,8 @@ def grade(
         click.echo("\n".join([f"{correct} of {found} correct{without}", *_by_student(graded)]))
     if problem:
         raise problem
-    for path in reports:
-        click.echo(f"wrote {path}")
+    if csv_file:
+        click.echo(f"wrote {csv_file}")
     context.exit(0 if correct == len(answers) else 1)
 
 
@@ -160,35 +156,14 @@ def _result(answer: Answer, mistake: Mistake | None) -> str:
     return (answer.problem.partition(";")[0] or mistake.name) if mistake else "correct"
 
 
-def _write(reports: Mapping[str, Callable[[Graded], bytes]], graded: Graded) -> Error | None:
-    """Write the reports on the answers that are graded so far. An error does not stop the grading: it may be gone after
+def _write(path: str, graded: Graded) -> Error | None:
+    """Write the table of the answers that are graded so far. An error does not stop the grading: it may be gone after
     the next answer."""
     try:
-        for path, report in reports.items():
-            files.write_whole(path, partial(_fill, report(graded)))
+        files.write_whole(path, lambda file: file.write(_csv(graded)))
     except Error as error:
         return error
     return None
-
-
-def _fill(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
-
-
-def _json(graded: Graded) -> bytes:
-    results = [
-        {
-            "student": answer.student or None,
-            "file": answer.path,
-            "cell": answer.cell,
-            "exercise": answer.name or None,
-            "correct": not mistake,
-            "mistake": mistake and mistake.name,
-            "report": answer.problem or grading.report(answer.label, answer.name, mistake),
-        }
-        for answer, mistake in graded
-    ]
-    return f"{json.dumps(results, indent=2)}\n".encode()
 
 
 def _students(graded: Graded) -> dict[str, dict[str, str]]:
@@ -228,12 +203,10 @@ def _csv(graded: Graded) -> bytes:
     return file.getvalue().encode("utf-8-sig")  # without this mark, Excel does not expect UTF-8
 
 
-def _check_writable(name: str, path: str | None, suffix: str) -> None:
+def _check_writable(path: str) -> None:
     """Raise UsageError now, not after minutes, if the file cannot be written, or is one of the answers."""
-    if path is None:
-        return
     folder = os.path.dirname(path) or "."
-    if not path.endswith(suffix):
-        raise UsageError(name, path, f"must end with {suffix}")
+    if not path.endswith(".csv"):
+        raise UsageError("csv_file", path, "must end with .csv")
     if not os.access(folder, os.W_OK):
-        raise UsageError(name, path, f"cannot write to the folder {folder}; choose another one")
+        raise UsageError("csv_file", path, f"cannot write to the folder {folder}; choose another one")

@@ -21,11 +21,10 @@ DEVICES = ("auto", "gpu", "cpu")
 MOST = 1024  # limit on indices; MXNet's tables grow with the largest index, and a huge table would not fit in memory
 
 
-def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, below: int = MOST) -> list[int]:
-    """Parse a count or a list of distinct numbers: "2" -> [first, first + 1]; "0,2" -> [0, 2]; "2," -> [2].
+def parse(given: int | str | Sequence[int]) -> list[int]:
+    """Parse a count or a list of distinct indices: "2" -> [0, 1]; "0,2" -> [0, 2]; "2," -> [2].
 
-    Raises UsageError for anything else, for more than 1024 numbers, or if a number is not in range(below). name: the
-    setting in the error message.
+    Raises UsageError for anything else, or if a count or an index is above 1024 or 1023.
     """
     text = str(given)
     try:
@@ -34,13 +33,13 @@ def parse(given: int | str | Sequence[int], name: str = "gpus", first: int = 0, 
         elif "," in text:
             numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
         else:
-            numbers = list(range(first, first + min(int(text), MOST + 1)))
+            numbers = list(range(min(int(text), MOST + 1)))
     except (TypeError, ValueError):
         numbers = []
     distinct = len(set(numbers)) == len(numbers)
-    if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < below for number in numbers)):
-        advice = f"must be a number from 1 to {MOST}, such as 2, or distinct numbers below {below}, such as 0,2"
-        raise UsageError(name, given, advice)
+    if not (distinct and 1 <= len(numbers) <= MOST and all(0 <= number < MOST for number in numbers)):
+        advice = f"must be a number from 1 to {MOST}, such as 2, or distinct numbers below {MOST}, such as 0,2"
+        raise UsageError("gpus", given, advice)
     return numbers
 
 

@@ -98,13 +98,6 @@ class Dataset(NamedTuple):
         _, channels, height, width = self.train_images.shape
         return channels, height, width
 
-    @property
-    def image_range(self) -> tuple[float, float]:
-        """The smallest and the largest value in the training images; for uint8, 0 and 255."""
-        if self.train_images.dtype == np.uint8:
-            return 0.0, 255.0
-        return float(self.train_images.min()), float(self.train_images.max())
-
     def first(self, limit: int | None) -> Dataset:
         """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.
 

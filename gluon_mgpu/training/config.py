@@ -23,8 +23,7 @@ from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting, shown
 from gluon_mgpu.support.paths import Location
 
-BASE_BATCH_SIZE = 256  # the batch size that scale_lr refers to
-SCHEDULES = ("constant", "step", "cosine")
+SCHEDULES = ("constant", "cosine")
 NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
 LESSONS = ("scratch", "highlevel", "sharded")
 COPIED = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
@@ -164,23 +163,17 @@ class Config:
     tune: bool = declare(
         False,
         click.BOOL,
-        "With highlevel and MXNet 1.9.1, on CPU: compute shards in pieces, and pad the channels of convolutions with "
-        "zeros to a multiple of 8 or 16, which is faster. Results are the same except for rounding.",
+        "With highlevel and MXNet 1.9.1, on CPU: pad the channels of convolutions with zeros to a multiple of 8 or 16, "
+        "which is faster. Results are the same except for rounding.",
         "Network and data",
         lessons=("highlevel",),
         resumable=True,
     )
-    scale_lr: bool = declare(False, click.BOOL, f"Multiply --lr by batch size / {BASE_BATCH_SIZE}.")
     schedule: str = declare(
         "constant",
         click.Choice(SCHEDULES),
-        "constant; step: multiply the learning rate by --gamma after each epoch in --milestones; cosine: decrease it "
-        "to 0.",
+        "Learning rate after the warm-up: constant, or decreased to 0 along a cosine.",
     )
-    milestones: tuple[int, ...] = declare(
-        (), Numbers(COUNT), "Epochs after which --schedule step changes the learning rate.", metavar="E,F,..."
-    )
-    gamma: float = declare(0.1, click.FloatRange(0, 1, min_open=True, max_open=True), "Factor for --schedule step.")
     warmup_epochs: float = declare(
         0.0,
         click.FloatRange(0),
@@ -270,34 +263,18 @@ class Config:
         if self.warmup_epochs >= self.epochs:
             advice = f"must be at least 0 and less than {self.epochs}, the number of epochs"
             raise UsageError("warmup_epochs", self.warmup_epochs, advice)
-        if self.schedule == "step" and not self.milestones:
-            example = setting("milestones", (2, 3))
-            raise UsageError("schedule", "step", f"needs the epochs at which the rate changes, such as {example}")
-        if self.milestones and self.schedule != "step":
-            raise UsageError("milestones", self.milestones, f"needs {setting('schedule', 'step')}")
-        if list(self.milestones) != sorted({epoch for epoch in self.milestones if epoch < self.epochs}):
-            raise UsageError("milestones", self.milestones, f"must be increasing epoch numbers below {self.epochs}")
-        if self.schedule != "step" and self.gamma != type(self).gamma:
-            raise UsageError("gamma", self.gamma, f"needs {setting('schedule', 'step')}")
         if self.out and self.resume and Path(self.out) != Path(self.resume):
             raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
-
-    @property
-    def peak_lr(self) -> float:
-        """The learning rate after scaling, before the schedule changes it."""
-        return self.lr * self.batch_size / BASE_BATCH_SIZE if self.scale_lr else self.lr
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
         """Compute the learning rate of an update. step: the number of earlier updates."""
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
-            return self.peak_lr * (step + 1) / warmup
-        if self.schedule == "step":
-            return self.peak_lr * self.gamma ** sum(step >= epoch * steps_per_epoch for epoch in self.milestones)
+            return self.lr * (step + 1) / warmup
         if self.schedule == "cosine":
             progress = (step - warmup) / (self.epochs * steps_per_epoch - warmup)
-            return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
-        return self.peak_lr
+            return self.lr * (1 + math.cos(math.pi * progress)) / 2
+        return self.lr
 
     def check_batch_size(self, examples: int, device_count: int) -> None:
         """Raise UsageError if a step, also the last one of an epoch, has fewer examples than devices. device_count:

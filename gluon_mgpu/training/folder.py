@@ -35,7 +35,7 @@ FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
 # What a run records besides its settings
 CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
-DATA = ("data", "data_checksum", "image_shape", "image_dtype", "image_range", "classes", "running_stats")
+DATA = ("data", "data_checksum", "image_shape", "image_dtype", "classes", "running_stats")
 DETAILS = {*CHANGEABLE, *DATA}
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
@@ -297,8 +297,7 @@ def read(folder: str | Path, lock: bool = False) -> RunFolder:
         shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")
-        low, high = map(float, run.details.get("image_range", (0, 255)))
-        run.details.update(image_shape=shape, image_range=(low, high))
+        run.details["image_shape"] = shape
         if unknown := [f"{name} ({written[name]})" for name in sorted(written.keys() - RECORDED - DETAILS)]:
             log.say(f"{path}: this version ignores {', '.join(unknown)}, because it has no such settings")
     except BaseException as error:

@@ -83,7 +83,7 @@ class GluonModel(Model):
         self.parameters = dict(zip(self._names([*params]), params.values()))
         self.running_stats = [name for name, p in zip(self.parameters, params) if p.endswith(RUNNING_STATS)]
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
-        rule = {"learning_rate": config.peak_lr, "momentum": config.momentum, "wd": config.weight_decay}
+        rule = {"learning_rate": config.lr, "momentum": config.momentum, "wd": config.weight_decay}
         # With update_on_kvstore, one device would compute the updates of all replicas, unlike in the lesson.
         self.trainer = gluon.Trainer([*trained.values()], "sgd", rule, kvstore="device", update_on_kvstore=False)
         self._arrays = [{name: p.data(c) for name, p in self.parameters.items()} for c in ctx]

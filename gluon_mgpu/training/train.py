@@ -139,7 +139,6 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
         "data_checksum": data.checksum(),
         "image_shape": data.image_shape,
         "image_dtype": str(data.train_images.dtype),
-        "image_range": data.image_range,
         "classes": data.classes,
     }
 

@@ -1,8 +1,7 @@
 """Faster networks on CPU contexts, with `--tune`: the same parameters and results, except for rounding.
 
 oneDNN's direct convolutions compute 16 channels at once with AVX-512, and 8 with AVX2. `tuned` pads channels with zeros
-to multiples of this number, and computes a shard in pieces of 64 examples, so that a layer's output is still in the
-cache when the next layer reads it. docs/performance.md has the measurements.
+to multiples of this number. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -10,22 +9,19 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon, nd
+from mxnet import gluon
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import setting
 
-PIECE = 64  # examples that are computed at once
 LAYERS = (
     nn.Conv2D,
     nn.MaxPool2D,
@@ -62,7 +58,7 @@ def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:
         return _unchanged(net, "the processor lacks AVX2, or DNNL_MAX_CPU_ISA forbids it")
     if type(net) not in (nn.Sequential, nn.HybridSequential) or not all(map(_is_known, net)):
         return _unchanged(net, "the network is not a Sequential of plain convolution, pooling and dense layers")
-    fast = InPieces(prefix=f"{net.prefix}tuned_")
+    fast = nn.HybridSequential(prefix=f"{net.prefix}tuned_")
     channels = padded = 0  # output channels of the most recent convolution, without and with padding
     for layer in net:
         if type(layer) in (nn.Flatten, nn.Dense) and padded > channels:
@@ -126,34 +122,3 @@ class FirstChannels(HybridBlock):
 
     def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
         return F.slice_axis(x, axis=1, begin=0, end=self.channels)
-
-
-class InPieces(nn.HybridSequential):
-    """A HybridSequential that computes a batch in pieces of PIECE examples, within one graph. Every layer must treat
-    each example independently of the rest of the batch."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.graphs: dict[int, Callable[[NDArray], NDArray]] = {}  # {number of pieces: graph}
-
-    def forward(self, x: NDArray) -> NDArray:
-        count = -(-x.shape[0] // PIECE) if self._active and isinstance(x, nd.NDArray) else 1
-        if count <= 1:
-            return super().forward(x)
-        if count not in self.graphs:
-            self.graphs[count] = _Pieces(self, count).__call__  # Gluon would warn about a block in a dict
-        return self.graphs[count](x)
-
-
-class _Pieces(HybridBlock):
-    """The graph of a network for a batch that is split into `count` pieces. A graph for each piece would be slower."""
-
-    def __init__(self, net: InPieces, count: int) -> None:
-        super().__init__()
-        self.net, self.count = net, count
-        self._active, self._flags = True, list(net._flags)  # hybridize() would also reset net, a child block
-
-    def hybrid_forward(self, F: ModuleType, x: NDArray) -> NDArray:
-        ends = [*range(PIECE, self.count * PIECE, PIECE), None]  # the last piece may be smaller
-        pieces = [F.slice_axis(x, axis=0, begin=i * PIECE, end=end) for i, end in enumerate(ends)]
-        return F.concat(*[self.net(piece) for piece in pieces], dim=0)

@@ -22,8 +22,8 @@ from gluon_mgpu.support import log
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import Model, create_model
-from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, notebook
+from parity.recipes import RECIPES
 
 CHECK = "drift"
 STEPS = 100

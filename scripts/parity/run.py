@@ -20,8 +20,8 @@ from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training import folder as runs
 from gluon_mgpu.training.folder import RunFolder
-from gluon_mgpu.training.recipes import RECIPES
 from parity import Finding, bands, drift, examples
+from parity.recipes import RECIPES
 
 ACCURACY = "accuracy"
 RECORDED = tuple(name for name, recipe in RECIPES.items() if recipe.test_accuracy)

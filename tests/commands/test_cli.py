@@ -46,9 +46,8 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("run --cpu --here -m tool", ["--cpu", "--here"]),
         # errors found by Config and other code that is also called from Python
         ("train --lr nan", ["--lr", "nan"]),
-        ("train --milestones 2", ["--milestones 2: ", "--schedule step"]),
+        ("train --warmup-epochs 4", ["--warmup-epochs 4.0: "]),
         ("train --tune --dataset synthetic --limit 600", ["--tune", "highlevel"]),
-        ("train --recipe gluon-lenet-mnist-1gpu --resume runs/first", ["--recipe", "--resume"]),
         ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed
         ("convert runs/first out", ["--to", "gluon, pytorch, onnx"]),
         ("convert net.params", ["net.params", "load_parameters", "export"]),

@@ -3,16 +3,16 @@
 import mxnet as mx
 import pytest
 from mxnet.gluon import Trainer
-from parity import bands, drift, examples
+from parity import bands, drift, examples, recipes
 from parity import run as whole
 from parity.cli import parity
+from parity.recipes import RECIPES
 from parity.run import RECORDED
 from runs import call
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import recipes
-from gluon_mgpu.training.recipes import RECIPES
+from gluon_mgpu.training.config import Config
 
 CTX = [mx.cpu(i) for i in range(4)]
 DATA = datasets.synthetic(6000, 1000)
@@ -137,3 +137,11 @@ def test_every_kept_run_is_within_the_bands_and_one_that_never_learns_is_outside
     assert len(kept) == 17
     assert all(within(accuracies, kept, kept, bands.DIGITS) for accuracies in kept)
     assert not within([0.1] * len(kept[0]), kept, kept, bands.DIGITS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_a_valid_run_with_an_accuracy_per_epoch_or_none(name):
+    options = dict(RECIPES[name].options)
+    assert options.pop("impl") == ("highlevel" if options["model"] != "lenet" else "scratch")
+    assert str(options["gpus"]) in name
+    assert len(RECIPES[name].test_accuracy) in (0, Config(**Config.parse(options)).epochs)

@@ -24,7 +24,7 @@ from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
 from gluon_mgpu.training.models import create_model
 from gluon_mgpu.training.workers import Group
 
-EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "schedule": "step", "milestones": (1, 2), "gamma": 0.5}
+EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "warmup_epochs": 1.5}
 
 
 def noisy(device_params, Xs, ys):
@@ -403,11 +403,10 @@ def reconfigure(folder, **changed):
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, limit=0),
         lambda folder: reconfigure(folder, shares=[10**400]),
-        lambda folder: reconfigure(folder, image_range=None),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history text steps device limit shares range shape W9".split(),
+    ids="truncated version history text steps device limit shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

@@ -1,7 +1,4 @@
-"""The notebooks' experiments as options for train.py, and the accuracies that the notebooks printed.
-
-`scripts/parity.py` compares them with new runs.
-"""
+"""The notebooks' experiments as options for train.py, and the accuracies that the notebooks printed."""
 
 from __future__ import annotations
 
