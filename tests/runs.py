@@ -92,34 +92,29 @@ def output(code, *arguments, **environment):
 
 
 PROFILE = """
+import json
+import sys
 import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
 from gluon_mgpu import partition, scratch
-from gluon_mgpu.training import models
+sys.path.append(sys.argv[1])
+from bench import timeline
 ctx = [mx.cpu(0), mx.cpu(1)]
 X, y = mx.nd.random.uniform(shape=(256, 1, 28, 28)), mx.nd.zeros(256)
 {setup}
 step()
-mx.nd.waitall()
-mx.profiler.set_config(profile_imperative=True, filename={file!r})
-mx.profiler.set_state("run")
-for _ in range(4):
-    step()
-mx.nd.waitall()
-mx.profiler.set_state("stop")
-mx.profiler.dump()
+with timeline.recorded() as spans:
+    for _ in range(4):
+        step()
+print(json.dumps(spans))
 """
 
 
-def overlap(setup, operators, folder, **environment):
+def overlap(setup, operators):
     """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
-    file, spans = folder / "profile.json", ([], [])
-    output(PROFILE.format(setup=textwrap.dedent(setup), file=str(file)), **environment)
-    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] in "BE" and e["cat"] == "operator"]
-    for begin, end in zip(events[::2], events[1::2]):  # begin and end events alternate
-        if begin["name"] in operators:
-            spans[begin["pid"]].append((begin["ts"], end["ts"]))
+    recorded = json.loads(output(PROFILE.format(setup=textwrap.dedent(setup)), str(ROOT / "scripts")))
+    spans = [[span[2:] for span in recorded if span[0] == context and span[1] in operators] for context in (0, 1)]
     assert all(spans), spans
     return sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])
 

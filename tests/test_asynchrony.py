@@ -89,7 +89,7 @@ def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function, overlaps", [("run_at_once", True), ("run_one_after_another", False)])
-def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(function, overlaps, tmp_path):
+def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(function, overlaps):
     setup = f"""
         import contextlib, io
         from gluon_mgpu import asynchrony
@@ -98,7 +98,7 @@ def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(funct
             with contextlib.redirect_stdout(io.StringIO()):
                 asynchrony.{function}(matrices, 10)
     """
-    assert (overlap(setup, ("dot",), tmp_path) > 0) == overlaps
+    assert (overlap(setup, ("dot",)) > 0) == overlaps
 
 
 def test_the_cells_print_what_the_notebooks_cells_print(capsys):
