@@ -28,7 +28,8 @@ class Commands(common.CommandGroup):
 
 @click.group(
     cls=Commands,
-    epilog='For tab completion in bash (in zsh: zsh_source), run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)"',
+    epilog='For tab completion in bash, run: eval "$(_GLUON_MGPU_COMPLETE=bash_source gluon-mgpu)". For zsh, write '
+    "zsh_source.",
     examples="""
         gluon-mgpu doctor
         gluon-mgpu train --impl scratch --gpus 2
