@@ -60,7 +60,7 @@ def load(
     config = lessons.for_evaluation(run.recorded, lesson)
     model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
     run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
-    run.load(model)
+    run.restore(model)
     name = lessons.name_of(lesson)
     return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
 

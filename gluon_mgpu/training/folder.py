@@ -171,16 +171,16 @@ class RunFolder:
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         self.lock()
 
-    def load(self, model: Model, state: LessonState | None = None) -> None:
+    def restore(self, model: Model, state: LessonState | None = None) -> None:
         """Give a resumed run's model the arrays of the checkpoint and, with `state`, the lesson its own arrays. Raises
         Error if they do not match the network or the lesson."""
         arrays, self.arrays = self.arrays or {}, None
-        own = {name: array for name, array in arrays.items() if name.startswith(STATE)}
+        of_lesson = {name: array for name, array in arrays.items() if name.startswith(STATE)}
         try:
             if arrays:
-                model.load({name: array for name, array in arrays.items() if name not in own})
+                model.load({name: array for name, array in arrays.items() if name not in of_lesson})
             if state and self.recorded:
-                state.load(own)
+                state.load(of_lesson)
         except Error as error:
             raise Error(f"{self.folder}: {error}") from None
 

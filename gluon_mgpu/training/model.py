@@ -52,9 +52,9 @@ class Model(ABC):
                 nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
 
     def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
-        own, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
-        if own != others:
-            (name, shape), *_ = sorted({*own.items()} ^ {*others.items()})
+        ours, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
+        if ours != others:
+            (name, shape), *_ = sorted({*ours.items()} ^ {*others.items()})
             where = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
             raise Error(f"the checkpoint is from a different network or lesson: {where} {name} {shape}")
 

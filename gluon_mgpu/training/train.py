@@ -103,7 +103,7 @@ def set_up(
     seed_generators(config.seed)
     model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
     state = LessonState(model, group)
-    run.load(model, state)
+    run.restore(model, state)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
     is_assembled = group.size > 1 or config.shares is not None
