@@ -23,7 +23,7 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
-EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
+EQUALLY = "add the gradients of all examples, not the means of shards, and divide by the size of the batch"
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
     **dict.fromkeys(NOT_COMPARED, "cannot be compared with one {unit}"),
@@ -295,7 +295,7 @@ class _Comparison:
 
         cause = "update", f"the update differs in step {i + 1}; {LEFT}"
         if evidence.is_wrong():
-            cause = evidence.update(is_right_if_alike)
+            cause = evidence.update(is_right_if_alike, _are_means(steps[0].losses, steps[1].losses))
         losses = _losses(steps[0].losses, steps[1].losses, n)
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
@@ -396,8 +396,9 @@ class Evidence:
         advice = "average or broadcast them, as DDP does"
         return f"the replicas have different running statistics ({names}); {advice}" if names else ""
 
-    def update(self, is_right_if_alike: Callable[[], bool]) -> Claim:
-        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same."""
+    def update(self, is_right_if_alike: Callable[[], bool], are_means: bool) -> Claim:
+        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same.
+        are_means: whether the losses are the means of the shards."""
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
@@ -422,7 +423,10 @@ class Evidence:
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
-                advice += ", not of a shard"
+                advice += ", not of a shard, as a mean loss does"
+                if are_means:
+                    advice = f"each {unit} computes the mean loss of its shard, which divides by the size of the shard; "
+                    advice += "compute the sum, and divide once, by the size of the whole batch"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
             return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
@@ -499,6 +503,12 @@ def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) ->
         return ""
     advice = "compute each as on one device, from its own image and label"
     return f"the losses are not those of the batch; divide X and y in the same way, and {advice}"
+
+
+def _are_means(several: Sequence[np.ndarray], one: Sequence[np.ndarray]) -> bool:
+    """Whether each device returns one loss, and these are the means of the shards."""
+    is_single = all(len(losses) == 1 for losses in [*several, *one]) and len(one) == 1
+    return is_single and bool(np.isclose(np.mean(several), one[0][0], rtol=1e-4))
 
 
 def alike(losses: np.ndarray, expected: np.ndarray) -> bool:

@@ -27,6 +27,10 @@ def mean(data):
         array /= len(data)
 
 
+def mean_loss(y_hat, y):
+    return -nd.pick(nd.log_softmax(y_hat), y).mean()
+
+
 def tree(data):
     distance = 1
     while distance < len(data):
@@ -242,6 +246,7 @@ WRONG = {
     "mean losses": ("scratch", {"train_batch": means}, ("losses", "for each")),
     "new arrays without gradients": ("scratch", {"sgd": rebinding_list}, ("runs", "attach_grad")),
     "examples twice": ("scratch", {"split_and_load": with_replacement}, ("devices", "once")),
+    "a mean loss": ("scratch", {"loss": mean_loss}, ("update", "computes the mean loss of its shard")),
     "mean instead of sum": ("scratch", {"allreduce": mean}, ("update", "0.33333 times")),
     "divided by the shard's size": ("scratch", {"train_batch": array_step(divisor=of_shard)}, ("update", "shard")),
     "labels of other images": ("scratch", {"train_batch": array_step(rotated)}, ("losses", "label")),
@@ -309,6 +314,7 @@ def fresh(impl, functions):
 
 
 FAST = {
+    "a mean loss",
     "mean instead of sum",
     "divided by the shard's size",
     "a part of a gradient lost",
