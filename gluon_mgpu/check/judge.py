@@ -255,7 +255,7 @@ class _Comparison:
 
     def bounds(self, expected: Arrays, double: bool, parts: Sequence[Arrays] = ()) -> dict[str, float]:
         """How far rounding can move each array (a norm). parts: what an update is the sum of."""
-        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm_of(expected)
+        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm(flat(expected, [*expected]))
         bound = {n: tolerance * max(norm(a), least, sum(norm(p[n]) for p in parts)) for n, a in expected.items()}
         if not double:  # a small change of a large number
             bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
@@ -425,7 +425,9 @@ class Evidence:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
                 advice += ", not of a shard, as a mean loss does"
                 if are_means:
-                    advice = f"each {unit} computes the mean loss of its shard, which divides by the size of the shard; "
+                    advice = (
+                        f"each {unit} computes the mean loss of its shard, which divides by the size of the shard; "
+                    )
                     advice += "compute the sum, and divide once, by the size of the whole batch"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
@@ -493,7 +495,7 @@ def _without_gradient(grads: Sequence[Arrays]) -> set[str]:
     """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization. Adam
     makes a large step of them."""
     names = grads[0] if grads else ()
-    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm_of(g) for g in grads)}
+    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm(flat(g, [*g])) for g in grads)}
 
 
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
@@ -525,10 +527,6 @@ def distance(change: Arrays, expected: Arrays, names: Sequence[str]) -> float:
 
 def norm(array: Any) -> float:
     return float(np.linalg.norm(array))
-
-
-def norm_of(arrays: Arrays) -> float:
-    return sum(norm(a) ** 2 for a in arrays.values()) ** 0.5
 
 
 def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
