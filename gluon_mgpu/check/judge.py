@@ -23,7 +23,6 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
-EQUALLY = "add the gradients of all examples, not the means of shards, and divide by the size of the batch"
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
     **dict.fromkeys(NOT_COMPARED, "cannot be compared with one {unit}"),
@@ -100,8 +99,8 @@ class Driver:
 
 @dataclass
 class Report:
-    """The claims in the order in which they were checked, until one did not hold; how the steps were compared (such as
-    "with dropout off"), warnings, and lines with numbers."""
+    """The claims; if one did not hold, nothing was checked after it. how: the steps were compared, such as "with
+    dropout off". notes: warnings, and lines with numbers."""
 
     claims: dict[str, str] = field(default_factory=dict)
     unit: str = "device"
@@ -131,7 +130,7 @@ class Report:
     @property
     def line(self) -> str:
         """What to tell the user, whatever the verdict."""
-        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *self.how])
+        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *dict.fromkeys(self.how)])
 
     def explain(self) -> str:
         """The verdict and the numbers, one per line."""
@@ -139,17 +138,15 @@ class Report:
 
 
 def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool = False) -> Report:
-    """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one: the report of the
-    first that is not right, or of the first. even: the uneven batch may differ; then there is a warning."""
-    reports = [Report(unit=driver.unit) for _ in numbers]
-    for k, report in zip(numbers, reports):
+    """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one, until a claim does
+    not hold. even: the uneven batch may differ; then there is a warning."""
+    report = Report(unit=driver.unit)
+    for k in numbers:
         for claim, reason in _Comparison(driver, k, steps, even, report).claims():
             report.claims[claim] = f"with {k} {UNITS[driver.unit]}: {reason}" if reason and k != numbers[0] else reason
             if reason:
                 return report
-    warnings = [note for report in reports[1:] for note in report.notes if note.startswith("warning")]
-    reports[0].notes = [*dict.fromkeys([*reports[0].notes, *warnings])]
-    return reports[0]
+    return report
 
 
 class _Comparison:
@@ -323,11 +320,10 @@ class _Comparison:
         several, one, exact = (s.steps[0].changes[0] for s in (self.several, self.one, self.double[1]))
         names = [name for name in exact if name not in self.ignored]
         apart, of_one = (distance(change, exact, names) for change in (several, one))
-        self.notes.append(
-            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, {of_one:.1e} on one"
-        )
+        numbers = f"{apart:.1e} on {self.k} {UNITS[self.unit]}, {of_one:.1e} on one"
+        self.notes.append(f"distance from the same step in float64: {numbers}")
         if self.low != "float32":
-            self.how.append(f"in float64; rounding in {self.low} changes it by {apart:.0e}")
+            self.how.append(f"in float64, without the rounding of {self.low}")
         rounding = 30 * ROUNDING[self.low]
         start = norm(flat(self.one.start[0], names)) / (norm(flat(exact, names)) or 1)
         reason = f"float32 and float64 differ by {of_one:.0%} on one {self.unit}, more than rounding explains; "
@@ -415,7 +411,10 @@ class Evidence:
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
-                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
+                advice = (
+                    "add the gradients of all examples, not the means of shards, and divide by the size of the batch"
+                )
+                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {advice}"
         found, expected = flat(change, wrong), flat(whole, wrong)
         factors = fitted(found, [expected], 5e-3 * norm(found - expected))
         if factors is not None:
