@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.support.subprocesses import how_it_ended
 
 Send = Callable[[Any], None]  # sends the results of a stage, and waits until all processes have sent theirs
@@ -147,10 +148,12 @@ def is_users(file: str) -> bool:
 
 def where(error: BaseException) -> str:
     """An error in one line, with the line of the user's code."""
+    if isinstance(error, Error):
+        return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     text = str(error).strip().splitlines() or [""]
     message = text[-1 if text[0].startswith("Traceback") else 0]  # MXNet's own traceback comes first
-    message = re.sub(r"^\[.+?\] ", "", message)[:160]  # without gloo's own line
+    message = re.sub(r"^(\[.+?\]|MXNetError:) ", "", message)[:160]  # without gloo's own line
     hint = next((hint for part, hint in HINTS.items() if re.search(part, str(error))), "")
     return f"{f'line {lines[-1]}: ' if lines else ''}{hint or f'{type(error).__name__}: {message}'}"
 
