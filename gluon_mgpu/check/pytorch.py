@@ -283,13 +283,12 @@ def copied(value: Any, double: bool, requires_grad: bool) -> Any:
 
 
 def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """The tensors and networks in a nest, each once, with their names. What an optimizer has is left out: it may be a
-    part of the parameters, a different one in each process."""
+    """The tensors, networks and optimizers in a nest, each once, with their names."""
     seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, Optimizer):
+    if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (Tensor, nn.Module)):
+    if isinstance(value, (Tensor, nn.Module, Optimizer)):
         yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -302,11 +301,18 @@ def walk(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[t
 
 
 def named(state: Any) -> dict[str, Tensor]:
-    """The parameters and other floating-point tensors of a state, by name."""
+    """The parameters and other floating-point tensors of a state, by name. If there is a network, what only an
+    optimizer has is left out: it may be a part of the parameters, a different one in each process."""
     tensors: dict[str, Tensor] = {}
+    has_network = any(isinstance(value, nn.Module) and [*value.parameters()] for _, value in walk(state))
     for name, value in walk(state):
         if isinstance(value, nn.Module):
             found = {PREFIX.sub("", n): a for n, a in [*value.named_parameters(), *value.named_buffers()]}
+        elif isinstance(value, Optimizer):
+            if has_network:
+                continue
+            params = [p for group in value.param_groups for p in group["params"]]
+            found = {f"{name}.{i}": p for i, p in enumerate(params)}
         else:
             found = {name: value}
         for n, a in found.items():
