@@ -6,8 +6,8 @@ processes, forks of this one. They exchange only what the step does; what they f
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import random as python_random
 import re
 import sys
@@ -221,14 +221,16 @@ class PyTorchFile(PyTorch):
 
         def draw(send: Send) -> None:
             torch.set_num_threads(1)
+            data = io.BytesIO()
             module = processes.load(self.file)
             seed_all(i)
-            send(pickle.dumps(module.example_batch(n)))
+            torch.save(module.example_batch(n), data)
+            send(data.getvalue())
 
         outcome = processes.run([draw], self.seconds)
         if outcome.failure:
             raise UsageError(None, self.file, f"example_batch fails: {outcome.failure}")
-        return pickle.loads(outcome.stages[0][0])
+        return torch.load(io.BytesIO(outcome.stages[0][0]), weights_only=True)
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         if is_wrong or "def evaluate_accuracy" not in self.text:
