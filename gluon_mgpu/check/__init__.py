@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,9 @@ def compare_file(
     """Compare the steps of a PyTorch or JAX file; the arguments are those of `parallel`."""
     # PyTorch and JAX read these when they are imported. The batches are small: threads and optimized code do not pay.
     os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    if framework(path) == "jax":
-        from gluon_mgpu.check import jax
-
-        return jax.compare_file(path, processes, steps, even, seconds)
-    from gluon_mgpu.check import pytorch
-
-    return pytorch.compare_file(path, processes, steps, even, seconds)
+    driver = import_module("gluon_mgpu.check.jax" if framework(path) == "jax" else "gluon_mgpu.check.pytorch")
+    report: Report = driver.compare_file(path, processes, steps, even, seconds)
+    return report
 
 
 def framework(path: str) -> str | None:

@@ -17,10 +17,9 @@ def accuracy(
     net: Callable[[Any], Any],
     parts: Sequence[Any],
     label: Callable[..., Any],
-    explain: Callable[[Exception], str] = where,
 ) -> str:
     """What is wrong with evaluate([(images, labels), ...]). net: computes scores. parts: images. label: makes labels of
-    a list of integers. explain: describes an error."""
+    a list of integers."""
     batches = []
     for X in parts:
         scores = np.array(net(X).tolist())
@@ -31,7 +30,7 @@ def accuracy(
     try:
         value = float(evaluate(batches))
     except Exception as error:
-        return f"evaluate_accuracy fails: {explain(error)}"
+        return f"evaluate_accuracy fails: {where(error)}"
     reason = f"evaluate_accuracy returns {value:.4f} instead of {expected:.4f}; count each example once"
     return "" if abs(value - expected) < 1e-6 else reason
 

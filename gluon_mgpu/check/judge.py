@@ -23,7 +23,6 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
-EQUALLY = "add the gradients of all examples, and divide by the size of the batch"
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
     **dict.fromkeys(NOT_COMPARED, "cannot be compared with one {unit}"),
@@ -100,8 +99,8 @@ class Driver:
 
 @dataclass
 class Report:
-    """The claims in the order in which they were checked, until one did not hold; how the steps were compared (such as
-    "with dropout off"), warnings, and lines with numbers."""
+    """The claims; if one did not hold, nothing was checked after it. how: the steps were compared, such as "with
+    dropout off". notes: warnings, and lines with numbers."""
 
     claims: dict[str, str] = field(default_factory=dict)
     unit: str = "device"
@@ -131,7 +130,7 @@ class Report:
     @property
     def line(self) -> str:
         """What to tell the user, whatever the verdict."""
-        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *self.how])
+        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *dict.fromkeys(self.how)])
 
     def explain(self) -> str:
         """The verdict and the numbers, one per line."""
@@ -139,17 +138,15 @@ class Report:
 
 
 def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool = False) -> Report:
-    """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one: the report of the
-    first that is not right, or of the first. even: the uneven batch may differ; then there is a warning."""
-    reports = [Report(unit=driver.unit) for _ in numbers]
-    for k, report in zip(numbers, reports):
+    """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one, until a claim does
+    not hold. even: the uneven batch may differ; then there is a warning."""
+    report = Report(unit=driver.unit)
+    for k in numbers:
         for claim, reason in _Comparison(driver, k, steps, even, report).claims():
             report.claims[claim] = f"with {k} {UNITS[driver.unit]}: {reason}" if reason and k != numbers[0] else reason
             if reason:
                 return report
-    warnings = [note for report in reports[1:] for note in report.notes if note.startswith("warning")]
-    reports[0].notes = [*dict.fromkeys([*reports[0].notes, *warnings])]
-    return reports[0]
+    return report
 
 
 class _Comparison:
@@ -255,7 +252,7 @@ class _Comparison:
 
     def bounds(self, expected: Arrays, double: bool, parts: Sequence[Arrays] = ()) -> dict[str, float]:
         """How far rounding can move each array (a norm). parts: what an update is the sum of."""
-        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm_of(expected)
+        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm(flat(expected, [*expected]))
         bound = {n: tolerance * max(norm(a), least, sum(norm(p[n]) for p in parts)) for n, a in expected.items()}
         if not double:  # a small change of a large number
             bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
@@ -295,7 +292,7 @@ class _Comparison:
 
         cause = "update", f"the update differs in step {i + 1}; {LEFT}"
         if evidence.is_wrong():
-            cause = evidence.update(is_right_if_alike)
+            cause = evidence.update(is_right_if_alike, _are_means(steps[0].losses, steps[1].losses))
         losses = _losses(steps[0].losses, steps[1].losses, n)
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
@@ -323,11 +320,10 @@ class _Comparison:
         several, one, exact = (s.steps[0].changes[0] for s in (self.several, self.one, self.double[1]))
         names = [name for name in exact if name not in self.ignored]
         apart, of_one = (distance(change, exact, names) for change in (several, one))
-        self.notes.append(
-            f"distance from the same step in float64: {apart:.1e} on several {UNITS[self.unit]}, {of_one:.1e} on one"
-        )
+        numbers = f"{apart:.1e} on {self.k} {UNITS[self.unit]}, {of_one:.1e} on one"
+        self.notes.append(f"distance from the same step in float64: {numbers}")
         if self.low != "float32":
-            self.how.append(f"in float64; rounding in {self.low} changes it by {apart:.0e}")
+            self.how.append(f"in float64, without the rounding of {self.low}")
         rounding = 30 * ROUNDING[self.low]
         start = norm(flat(self.one.start[0], names)) / (norm(flat(exact, names)) or 1)
         reason = f"float32 and float64 differ by {of_one:.0%} on one {self.unit}, more than rounding explains; "
@@ -396,8 +392,9 @@ class Evidence:
         advice = "average or broadcast them, as DDP does"
         return f"the replicas have different running statistics ({names}); {advice}" if names else ""
 
-    def update(self, is_right_if_alike: Callable[[], bool]) -> Claim:
-        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same."""
+    def update(self, is_right_if_alike: Callable[[], bool], are_means: bool) -> Claim:
+        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same.
+        are_means: whether the losses are the means of the shards."""
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
@@ -414,7 +411,10 @@ class Evidence:
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
-                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {EQUALLY}"
+                advice = (
+                    "add the gradients of all examples, not the means of shards, and divide by the size of the batch"
+                )
+                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {advice}"
         found, expected = flat(change, wrong), flat(whole, wrong)
         factors = fitted(found, [expected], 5e-3 * norm(found - expected))
         if factors is not None:
@@ -422,7 +422,12 @@ class Evidence:
             advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
             if abs(factor - k) < 1e-3:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
-                advice += ", not of a shard"
+                advice += ", not of a shard, as a mean loss does"
+                if are_means:
+                    advice = (
+                        f"each {unit} computes the mean loss of its shard, which divides by the size of the shard; "
+                    )
+                    advice += "compute the sum, and divide once, by the size of the whole batch"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
             return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
@@ -489,7 +494,7 @@ def _without_gradient(grads: Sequence[Arrays]) -> set[str]:
     """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization. Adam
     makes a large step of them."""
     names = grads[0] if grads else ()
-    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm_of(g) for g in grads)}
+    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm(flat(g, [*g])) for g in grads)}
 
 
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
@@ -499,6 +504,12 @@ def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) ->
         return ""
     advice = "compute each as on one device, from its own image and label"
     return f"the losses are not those of the batch; divide X and y in the same way, and {advice}"
+
+
+def _are_means(several: Sequence[np.ndarray], one: Sequence[np.ndarray]) -> bool:
+    """Whether each device returns one loss, and these are the means of the shards."""
+    is_single = all(len(losses) == 1 for losses in [*several, *one]) and len(one) == 1
+    return is_single and bool(np.isclose(np.mean(several), one[0][0], rtol=1e-4))
 
 
 def alike(losses: np.ndarray, expected: np.ndarray) -> bool:
@@ -515,10 +526,6 @@ def distance(change: Arrays, expected: Arrays, names: Sequence[str]) -> float:
 
 def norm(array: Any) -> float:
     return float(np.linalg.norm(array))
-
-
-def norm_of(arrays: Arrays) -> float:
-    return sum(norm(a) ** 2 for a in arrays.values()) ** 0.5
 
 
 def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:

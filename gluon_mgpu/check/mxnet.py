@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,10 @@ from mxnet.ndarray import NDArray
 import gluon_mgpu.check.judge as judge
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
+from gluon_mgpu.check.processes import where
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.generators import restored_afterward, seed_generators
-from gluon_mgpu.support.errors import UsageError, reason
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.model import read_arrays
@@ -38,20 +38,6 @@ from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", "lenet")
 LR = 0.7  # not 1, so that a power of it is another number
 STEPS = 2
-HINTS = {  # {part of an error: why a step fails, in the lesson's terms}
-    "not in a computational graph": (
-        "backward finds nothing recorded; compute the loss in autograd.record(), and call attach_grad"
-    ),
-    r"_update expects \d+ inputs": "a parameter has no gradient (p.grad is None); call attach_grad for each",
-    "has not been updated by backward": (
-        "trainer.step finds no new gradients; call backward on each device, and step once"
-    ),
-    r"same context|not initialized on context|ctx\(\) ==": (
-        "the network is not on all devices; call initialize once, with the whole list: initialize(ctx=ctx)"
-    ),
-    "Shape inconsistent": "the shapes of what is computed together do not fit; split the labels like the images",
-    "evenly split": "uneven batches are rejected; give some shards one more example (even_split=False)",
-}
 
 
 def compare(
@@ -175,7 +161,7 @@ class MXNet(Driver):
         except Exception as error:
             if isinstance(error, UsageError) and k == 1:
                 raise
-            session.failure = _explained(error)
+            session.failure = where(error)
         return session
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
@@ -193,8 +179,8 @@ class MXNet(Driver):
             arrays = model.arrays(i).values()
             places = {a.context for a in arrays} | {a.grad.context for a in arrays if a.grad is not None}
             if places != {c}:
-                where = ", ".join(sorted(str(place) for place in places - {c}))
-                return f"the replica of {c} is on {where}; copy the parameters to each device, as in p.copyto(ctx)"
+                others = ", ".join(sorted(str(place) for place in places - {c}))
+                return f"the replica of {c} is on {others}; copy the parameters to each device, as in p.copyto(ctx)"
         return ""
 
     def _idle(self) -> str:
@@ -202,8 +188,8 @@ class MXNet(Driver):
         idle = ", ".join(str(c) for c in self.ctx if not self.examples[c])
         if not idle or not self.examples:
             return ""
-        where = ", ".join(str(c) for c in self.examples)
-        return f"no examples are computed on {idle}, because all shards are on {where}; put shard i on ctx[i]"
+        used = ", ".join(str(c) for c in self.examples)
+        return f"no examples are computed on {idle}, because all shards are on {used}; put shard i on ctx[i]"
 
     def _is_called(self, function: Any) -> bool:
         """Whether a step has called a function, or another one with the same code."""
@@ -254,7 +240,7 @@ class MXNet(Driver):
             model.load(start)
         parts = [nd.array(rng.random((n, *self.image_shape))) for n in (3 * k + 2, 2 * k + 1)]
         net = lambda X: one.predict(X.as_in_context(self.ctx[0]))[:, : self.classes].asnumpy()  # noqa: E731
-        return accuracy(lambda batches: several.evaluate_accuracy(iter(batches)), net, parts, nd.array, _explained)
+        return accuracy(lambda batches: several.evaluate_accuracy(iter(batches)), net, parts, nd.array)
 
 
 def spread(arrays: Arrays) -> Arrays:
@@ -268,11 +254,6 @@ def spread(arrays: Arrays) -> Arrays:
 
 def _arrays(model: Any) -> list[Arrays]:
     return [{n: a.astype(np.float64) for n, a in read_arrays(model, i).items()} for i in range(len(model.ctx))]
-
-
-def _explained(error: Exception) -> str:
-    """Why a step fails, in the lesson's terms where the cause is known."""
-    return next((hint for part, hint in HINTS.items() if re.search(part, str(error))), reason(error))
 
 
 @contextmanager

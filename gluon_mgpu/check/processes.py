@@ -21,18 +21,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.support.subprocesses import how_it_ended
 
 Send = Callable[[Any], None]  # sends the results of a stage, and waits until all processes have sent theirs
 FORK = multiprocessing.get_context("fork")
-LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parent), "<frozen"})
-TIMED_OUT = "Timed out"
-HINTS = {  # {part of PyTorch's message: what to do}
+LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parents[1]), "<frozen"})
+WAITS = "waits for a process that does not make the same call; all must make the same calls in the same order"
+OTHER_CALLS = "the processes do not make the same calls in the same order, with the same shapes"
+HINTS = {  # {part of a message of PyTorch or MXNet: what is wrong, in the user's terms}
     "Expected to have finished reduction": "a parameter gets no gradient; use it, or pass find_unused_parameters=True",
     "process group twice": 'the file starts when it is imported; put this under `if __name__ == "__main__"`',
-    TIMED_OUT: "waits for a process that does not make the same call; all must make the same calls in the same order",
-    "by peer": "the processes do not make the same calls in the same order",
-    "op.preamble": "the processes do not make the same calls in the same order, with the same shapes",
+    "Timed out": WAITS,
+    "by peer|op.preamble": OTHER_CALLS,
+    "not in a computational graph": (
+        "backward finds nothing recorded; compute the loss in autograd.record(), and call attach_grad"
+    ),
+    r"_update expects \d+ inputs": "a parameter has no gradient (p.grad is None); call attach_grad for each",
+    "has not been updated by backward": (
+        "trainer.step finds no new gradients; call backward on each device, and step once"
+    ),
+    r"same context|not initialized on context|ctx\(\) ==": (
+        "the network is not on all devices; call initialize once, with the whole list: initialize(ctx=ctx)"
+    ),
+    "Shape inconsistent": "the shapes of what is computed together do not fit; split the labels like the images",
+    "evenly split": "uneven batches are rejected; give some shards one more example (even_split=False)",
 }
 
 
@@ -84,9 +97,9 @@ def _stage(children: Sequence[tuple[Connection, Any]], outcome: Outcome, seconds
                 messages[rank] = found
     if failed:
         # if one fails, the others lose their connection
-        rank = min(sorted(failed), key=lambda rank: "by peer" in failed[rank])
+        rank = min(sorted(failed), key=lambda rank: OTHER_CALLS in failed[rank])
         outcome.failure = f"{f'process {rank}: ' if len(children) > 1 else ''}{failed[rank]}"
-        if TIMED_OUT in outcome.failure and not messages:  # the others may only be slow
+        if WAITS in outcome.failure and not messages:  # the others may only be slow
             outcome.late, outcome.failure = True, f"{outcome.failure}; allow more (--seconds)"
     elif pending:
         outcome.late, outcome.failure = True, f"a step takes more than {seconds:g} s; allow more (--seconds)"
@@ -135,10 +148,14 @@ def is_users(file: str) -> bool:
 
 def where(error: BaseException) -> str:
     """An error in one line, with the line of the user's code."""
+    if isinstance(error, Error):
+        return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    message = re.sub(r"^\[.+?\] ", "", (str(error).strip().splitlines() or [""])[0])[:160]  # without gloo's own line
-    hint = next((f" ({hint})" for part, hint in HINTS.items() if part in str(error)), "")
-    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message}{hint}"
+    text = str(error).strip().splitlines() or [""]
+    message = text[-1 if text[0].startswith("Traceback") else 0]  # MXNet's own traceback comes first
+    message = re.sub(r"^(\[.+?\]|MXNetError:) ", "", message)[:160]  # without gloo's own line
+    hint = next((hint for part, hint in HINTS.items() if re.search(part, str(error))), "")
+    return f"{f'line {lines[-1]}: ' if lines else ''}{hint or f'{type(error).__name__}: {message}'}"
 
 
 def load(file: str) -> ModuleType:

@@ -22,7 +22,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import torch
+import torch._dynamo  # TorchDispatchMode needs it; it takes seconds, and each process would import it
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.parallel
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -67,9 +69,6 @@ def parallel(
     "contiguous", "strided" as by DistributedSampler, or "none" if the step itself divides. seconds: the limit of a
     step.
     """
-    import torch._dynamo  # noqa: F401  # this takes seconds, and each process would import it
-    import torch.distributed.fsdp  # noqa: F401
-
     driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
@@ -77,11 +76,6 @@ def parallel(
 def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, seconds: float) -> Report:
     """Compare the steps of a file with `train_batch` and `init_net` or `init_params`."""
     file = os.path.realpath(path)
-    text = Path(file).read_bytes()
-    if re.search(rb"optim|compile|torch\.func\b", text):  # these take seconds, and each process would import them
-        import torch._dynamo  # noqa: F401
-    if b"fsdp" in text:
-        import torch.distributed.fsdp  # noqa: F401
     sys.path.insert(0, str(Path(file).parent))  # as for a script, but its modules hide none that are imported above
     return compare(PyTorchFile(file, seconds), processes, steps, even)
 
@@ -376,8 +370,7 @@ def switch_dropout_off(modules: Sequence[nn.Module]) -> bool:
 
 def _compile_nothing() -> None:
     """Let torch.compile return what it gets: the reference needs no compiler."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.set_stance("force_eager")
+    torch.compiler.set_stance("force_eager")
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
 
 

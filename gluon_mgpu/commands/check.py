@@ -14,7 +14,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting
-from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.config import Config, Numbers
 
 SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
@@ -34,20 +34,6 @@ CLAIMS = {
 }
 
 
-class Numbers(click.ParamType):
-    """Whole numbers of at least 2, separated by commas."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Sequence[int]:
-        if isinstance(value, tuple):
-            return value
-        numbers = [int(word) if word.isdigit() else 0 for word in value.split(",")]
-        if min(numbers) < 2:
-            self.fail(f"{value!r} must be numbers of at least 2, such as 2,3", param, ctx)
-        return tuple(numbers)
-
-
 @common.command(
     examples="""
         gluon-mgpu check my_scratch.py --gpus 4
@@ -57,7 +43,11 @@ class Numbers(click.ParamType):
 )
 @click.argument("lesson", metavar="FILE.py|scratch|highlevel|sharded")
 @common.option(
-    "--processes", type=Numbers(), default=(2, 3), help="PyTorch's processes or JAX's devices.", metavar="K,..."
+    "--processes",
+    type=Numbers(click.IntRange(2)),
+    default=(2, 3),
+    help="PyTorch's processes or JAX's devices.",
+    metavar="K,...",
 )
 @common.option("--steps", type=click.IntRange(1), default=3, help="Steps with even batches, before an uneven one.")
 @common.option("--even", is_flag=True, help="Only warn if uneven batches differ.")

@@ -33,14 +33,34 @@ def sgd(net, lr=0.1):
     return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
 
 
-def ddp(rank, world):
-    net = DDP(mlp())
-    return net, sgd(net)
+def adam(net):
+    return torch.optim.Adam(net.parameters(), lr=0.01)
 
 
-def alone(rank, world):
-    net = mlp()
-    return net, sgd(net)
+def zero(net):
+    return ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+
+
+def bare(net):
+    return net
+
+
+def sharded(net):
+    for layer in (net[0], net[3], net):
+        fully_shard(layer)
+    return net
+
+
+def made(wrap, optimizer=sgd, layer=nn.Identity):
+    def make(rank, world):
+        net = wrap(mlp(layer))
+        return net, optimizer(net)
+
+    return make
+
+
+ddp = made(DDP)
+alone = made(bare)
 
 
 def loss_of(net, part):
@@ -104,29 +124,6 @@ def with_scaler(make):
     return lambda rank, world: (*make(rank, world), torch.amp.GradScaler("cpu"))
 
 
-def compiled(make):
-    def made(rank, world):
-        net, trainer = make(rank, world)
-        return torch.compile(net), trainer
-
-    return made
-
-
-def sharded(rank, world):
-    net = mlp()
-    for layer in (net[0], net[3], net):
-        fully_shard(layer)
-    return net, torch.optim.Adam(net.parameters(), lr=0.01)
-
-
-def zero(wrap):
-    def make(rank, world):
-        net = wrap(mlp())
-        return net, ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
-
-    return make
-
-
 def sum_hook(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
@@ -164,30 +161,13 @@ def with_schedule(times):
     return make
 
 
-def normalized(rank, world):
-    net = DDP(mlp(lambda: nn.BatchNorm1d(16)))
-    return net, torch.optim.Adam(net.parameters(), lr=0.01)
+normalized = made(DDP, adam, lambda: nn.BatchNorm1d(16))
 
 
-def adam(rank, world):
-    net = mlp()
-    return net, torch.optim.Adam(net.parameters(), lr=0.01)
-
-
-def small_factor(state, part):
-    """Each process scales its loss: a mistake of one per mille, which Adam nearly hides."""
+def by_hand(state, part, factor=1):
+    """A step for processes only, such as those of tensor parallelism. factor: of the loss of process 1."""
     net, trainer = state
-    (loss_of(net, part) * (1 + 0.002 * dist.get_rank()) / dist.get_world_size()).backward()
-    for p in net.parameters():
-        dist.all_reduce(p.grad)
-    trainer.step()
-    trainer.zero_grad()
-
-
-def by_hand(state, part):
-    """A step for processes only, such as those of tensor parallelism."""
-    net, trainer = state
-    (loss_of(net, part) * len(part["x"]) / 12).backward()
+    (loss_of(net, part) * factor ** dist.get_rank() * len(part["x"]) / 12).backward()
     for p in net.parameters():
         dist.all_reduce(p.grad)
     trainer.step()
@@ -208,30 +188,25 @@ def with_piece(rank, world):
     return net, trainer, {"moments": torch.cat([p.detach().ravel() for p in net.parameters()]).chunk(world)[rank]}
 
 
-def drop(rank, world):
-    net = DDP(mlp(lambda: nn.Dropout(0.5)))
-    return net, sgd(net)
-
-
 EVEN = {"even": True}  # DDP's mean is that of the batch only if all parts are equally large
 WHOLE = {"even": True, "divide": "none"}
 # {case: (make, step, options)}
 RIGHT = {
     "DDP": (ddp, plain, EVEN),
-    "dropout": (drop, plain, EVEN),
+    "dropout": (made(DDP, layer=nn.Dropout), plain, EVEN),
     "DataLoader": (ddp, loaded(), WHOLE),
     "no_sync": (ddp, accumulated(False, True), EVEN),
     "scaler": (with_scaler(ddp), scaled, EVEN),
     "autocast": (ddp, in_half_precision, EVEN),
-    "fully_shard": (sharded, plain, EVEN),
-    "ZeRO": (zero(DDP), plain, EVEN),
+    "fully_shard": (made(sharded, adam), plain, EVEN),
+    "ZeRO": (made(DDP, zero), plain, EVEN),
     "comm hook": (hooked(fp16_compress_hook), plain, EVEN),
     "EMA": (with_average, averaged(True), EVEN),
     "schedule": (with_schedule(False), plain, EVEN),
     "batch normalization": (normalized, plain, EVEN),
     "own generator": (ddp, with_own_generator, EVEN),
     "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
-    "compile": (compiled(ddp), plain, EVEN),
+    "compile": (made(lambda net: torch.compile(DDP(net))), plain, EVEN),
     "reference": (alone, by_hand, {**EVEN, "reference": plain}),
 }
 # {case: (make, step, options, a part of the reason)}
@@ -241,14 +216,20 @@ WRONG = {
     "no_sync": (ddp, accumulated(True, False), EVEN, "no_sync"),
     "scaler": (with_scaler(alone), scaled, EVEN, "own gradients"),
     "autocast": (ddp, lambda s, p: in_half_precision(s, {**p, "x": p["x"] * (1 + 0.02 * dist.get_rank())}), EVEN, ""),
-    "fully_shard": (sharded, lambda s, p: plain(s, {n: a[: 1 + dist.get_rank()] for n, a in p.items()}), EVEN, ""),
-    "ZeRO": (zero(lambda net: net), plain, EVEN, "own gradients"),
+    "fully_shard": (
+        made(sharded, adam),
+        lambda s, p: plain(s, {n: a[: 1 + dist.get_rank()] for n, a in p.items()}),
+        EVEN,
+        "",
+    ),
+    "ZeRO": (made(bare, zero), plain, EVEN, "own gradients"),
     "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
     "EMA": (with_average, averaged(False), EVEN, "only the step of process 0"),
     "schedule": (with_schedule(True), plain, EVEN, "only the first"),
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
-    "a factor of 1.002": (adam, small_factor, EVEN, "1.002"),
-    "compile": (compiled(alone), plain, EVEN, "own gradients"),
+    # Adam nearly hides this
+    "a factor of 1.002": (made(bare, adam), lambda s, p: by_hand(s, p, factor=1.002), EVEN, "1.002"),
+    "compile": (made(torch.compile), plain, EVEN, "own gradients"),
     "reference": (alone, by_hand, {**EVEN, "reference": lambda s, p: plain(s, p, factor=2)}, "0.5 times"),
 }
 UNKNOWN = {

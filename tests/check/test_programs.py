@@ -133,9 +133,7 @@ print(json.dumps([asdict(report), report.status]))
 @pytest.fixture(scope="module")
 def pytorch():
     """Runs programs as forks of a process that has imported what the checks need, which takes seconds."""
-    with Forks(
-        "import torch._dynamo, torch.distributed.fsdp, torch.distributed.optim, gluon_mgpu.check.pytorch\n"
-    ) as forks:
+    with Forks("import torch.distributed.optim, gluon_mgpu.check.pytorch\n") as forks:
         yield forks
 
 
