@@ -22,6 +22,7 @@ from gluon_mgpu.support import subprocesses
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
 MOST_GPUS = 64
+SPINS = "1000"  # fewer than for training, whose operators are larger: on a busy machine, small ones wait for each other
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def prepare() -> None:
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
     sys.excepthook = functools.partial(explain.explain, here=settings.here)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if not settings.here:
         os.environ["PIP_USER"] = "1"  # `!pip install` fails; otherwise, it would change the packages of all programs
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
