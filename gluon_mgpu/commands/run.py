@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +140,4 @@ def run(
         words = ["-m", "gluon_mgpu.old.notebook", program, out or program]
     else:
         words = [*(["-m"] if is_module else []), program, *arguments]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
-    command = [python, *(flag for flag in flags if flag != "-P"), *words]  # Python 3.8 does not know -P
-    os.execve(python, command, prepare.environment(settings, python))  # nosec B606  # without a shell
+    os.execve(python, [python, *words], prepare.environment(settings, python))  # nosec B606  # without a shell

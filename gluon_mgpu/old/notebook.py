@@ -41,9 +41,8 @@ def main(path: str, out: str) -> int:
     client.create_kernel_manager()._kernel_spec = KernelSpec(argv=argv)
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
         client.on_cell_executed = lambda **_: bar.update()
-        client.on_notebook_start = lambda **_: _on_signals(
-            signal.default_int_handler
-        )  # nbclient's own wait for the cell
+        # nbclient's own handlers would wait until the cell ends.
+        client.on_notebook_start = lambda **_: _on_signals(signal.default_int_handler)
         try:
             client.execute()
             return 0

@@ -55,7 +55,6 @@ def prepare() -> None:
     for name, restored in names.STANDARD_NAMES.items():
         hooks.on_import(name, functools.partial(names.restore, names=restored))
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
-    hooks.on_import("requests", functools.partial(downloads.replace_send, data_dir=settings.data_dir))
     for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
         hooks.on_import(name, functools.partial(downloads.replace_download, data_dir=settings.data_dir))
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
@@ -69,9 +68,8 @@ def prepare() -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.old import early_mxnet, onednn
+    from gluon_mgpu.old import differences
 
     contexts.replace(mx, settings.gpus)
     if mx.__version__ < "2":
-        onednn.replace(mx)
-        early_mxnet.restore(mx)
+        differences.replace(mx)
