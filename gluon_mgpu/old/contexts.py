@@ -43,9 +43,7 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
                 if is_gpu and used == {0, 1}:  # a single GPU keeps all threads
                     limited.add(0)
                 else:
-                    say_once(
-                        "the program's CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)"
-                    )
+                    say_once("CPU contexts use one thread each, and mostly take turns (docs/old-programs.md)")
                     limited.update(used)
                 limit()
 

@@ -97,6 +97,7 @@ def test_other_pins_and_added_packages_have_their_own_and_removal_removes_all(fo
     monkeypatch.setitem(packages.PINS, "3.8", "numpy==1.19.4 pandas==1.1.5")
     assert environment.find_or_make() != before
     os.unlink(before)  # as if the Python that it links to had been removed
+    (environment.folder() / "python.txt").touch()  # not an environment
     assert [" MB: " in line for line in environment.described()] == [True] * 4
     assert runs.gluon_mgpu("run", "--environment", "show").stdout.count("\n") == 4
     assert runs.gluon_mgpu("run", "--environment", "remove").stdout == "no environments\n"
