@@ -19,7 +19,7 @@ from gluon_mgpu.support.errors import UsageError
 OPTIONS = (
     common.option(
         "--gpus",
-        type=click.IntRange(1, prepare.MOST_GPUS),
+        type=click.IntRange(min=1),
         metavar="N",
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",

@@ -54,8 +54,6 @@ def replace_download(module: Any, data_dir: str | None) -> None:
             target = Path(path, name) if os.path.isdir(path) else Path(path)
         else:
             target = Path(words["dirname"] or "", words["fname"] or name)
-            if target.exists() and not words["overwrite"]:
-                return str(target)
         known = content(url, data_dir)
         if known:
             if not target.is_file() or target.read_bytes() != known:

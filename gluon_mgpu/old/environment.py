@@ -27,6 +27,7 @@ from gluon_mgpu.support import files, log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError
 
 COMPLETE = "complete"  # the file's content is the list of requirements
+# Prints the version, such as 3.8, if this Python can make environments
 SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.version_info[:2])"
 DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
 
@@ -87,8 +88,8 @@ def _base(python: str | None, cpu: bool) -> Path:
         if _is_complete(path):
             return path
     version, found = _find_python(versions)
-    mxnet, numpy, *_ = required[version]
-    what = f"Python {version}, {mxnet}, {numpy} ... ({DOWNLOADS[mxnet]} to download, once)"
+    mxnet = required[version][0]
+    what = f"Python {version}, {mxnet} and packages of its time ({DOWNLOADS[mxnet]} to download, once)"
     _make(paths[version], found, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
     return paths[version]
 
@@ -133,10 +134,12 @@ def _find_python(versions: Sequence[str]) -> tuple[str, str]:
     """(version, path) of the first suitable Python. If there is none, uv downloads one. Raises Error if that fails."""
     pyenv = os.path.expanduser(os.environ.get("PYENV_ROOT") or "~/.pyenv")
     for version in versions:
-        found = [shutil.which(f"python{version}"), *sorted(glob.glob(f"{pyenv}/versions/{version}.*/bin/python"))]
-        for python in filter(None, [*found, sys._base_executable]):  # type: ignore[attr-defined]
-            if _version(python) == version:
-                return version, python
+        pythons = [shutil.which(f"python{version}"), *sorted(glob.glob(f"{pyenv}/versions/{version}.*/bin/python"))]
+        for python in filter(None, [*pythons, sys._base_executable]):  # type: ignore[attr-defined]
+            with suppress(OSError):
+                found = subprocess.run([python, "-I", "-c", SUITABLE], capture_output=True, text=True)
+                if found.stdout.strip() == version:
+                    return version, python
     names = f"Python {' to '.join(dict.fromkeys([versions[0], versions[-1]]))}"
     uv, version = shutil.which("uv"), versions[-1]
     if uv is None:
@@ -151,13 +154,6 @@ def _find_python(versions: Sequence[str]) -> tuple[str, str]:
 
 def _last(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip()
-
-
-def _version(python: str) -> str:
-    """The version of a Python that can make environments, such as "3.8"; empty if it cannot."""
-    with suppress(OSError):
-        return subprocess.run([python, "-I", "-c", SUITABLE], capture_output=True, text=True).stdout.strip()
-    return ""
 
 
 @contextmanager

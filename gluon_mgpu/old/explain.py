@@ -43,9 +43,9 @@ def advice_on(message: str, here: bool = False) -> str:
         if here:
             return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
         return "if the program is for newer packages, use those of the current environment: `gluon-mgpu run --here ...`"
-    missing = re.search(r"No module named '([\w.]+)'", message)
+    missing = re.search(r"No module named '(\w+)", message)
     if missing is None:
         return ""
-    name = missing[1].partition(".")[0]
-    requirement = packages.REQUIREMENTS.get(missing[1], packages.REQUIREMENTS.get(name, name))
+    name = missing[1]
+    requirement = packages.REQUIREMENTS.get(name, name)
     return f"if {name} is a package, add it to the environment: `gluon-mgpu run --with {requirement} ...`"

@@ -21,7 +21,6 @@ from gluon_mgpu.support import subprocesses
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
-MOST_GPUS = 64
 SPINS = "1000"  # fewer than for training, whose operators are larger: on a busy machine, small ones wait for each other
 
 
