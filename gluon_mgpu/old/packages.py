@@ -34,6 +34,7 @@ REQUIREMENTS = {
     "gluoncv": "gluoncv==0.10.5",
     "gluonnlp": "gluonnlp==0.10.0",
     "gluonts": "gluonts==0.11.12",
+    "google": "protobuf",
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }
