@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from gluon_mgpu.support.errors import UsageError
 OPTIONS = (
     common.option(
         "--gpus",
-        type=click.IntRange(1, prepare.MOST_GPUS),
+        type=click.IntRange(min=1),
         metavar="N",
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
@@ -141,6 +140,4 @@ def run(
         words = ["-m", "gluon_mgpu.old.notebook", program, out or program]
     else:
         words = [*(["-m"] if is_module else []), program, *arguments]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as -W error
-    command = [python, *(flag for flag in flags if flag != "-P"), *words]  # Python 3.8 does not know -P
-    os.execve(python, command, prepare.environment(settings, python))  # nosec B606  # without a shell
+    os.execve(python, [python, *words], prepare.environment(settings, python))  # nosec B606  # without a shell

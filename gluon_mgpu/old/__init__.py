@@ -1,1 +1,1 @@
-"""Runs old MXNet 1.x programs unchanged with current versions of Python and NumPy, even on machines without GPUs."""
+"""Runs old MXNet 1.x programs unchanged, in an environment of their time, even on machines without GPUs."""

@@ -16,7 +16,6 @@ import io
 import os
 import re
 import shutil
-import threading
 import urllib.response
 import zipfile
 from pathlib import Path
@@ -33,7 +32,6 @@ FOLDERS = (  # (pattern of a folder or a host, the data set in it; "": unknown),
 )
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 FAILURES = (OSError, RuntimeError, AssertionError, UserWarning)  # what MXNet's functions raise if a download fails
-downloading = threading.local()  # has an attribute while `datasets` itself downloads in this thread
 
 
 def replace_download(module: Any, data_dir: str | None) -> None:
@@ -56,8 +54,6 @@ def replace_download(module: Any, data_dir: str | None) -> None:
             target = Path(path, name) if os.path.isdir(path) else Path(path)
         else:
             target = Path(words["dirname"] or "", words["fname"] or name)
-            if target.exists() and not words["overwrite"]:
-                return str(target)
         known = content(url, data_dir)
         if known:
             if not target.is_file() or target.read_bytes() != known:
@@ -93,48 +89,21 @@ def replace_urlopen(request: ModuleType, data_dir: str | None) -> None:
     request.urlopen = urlopen  # type: ignore[attr-defined]
 
 
-def replace_send(requests: ModuleType, data_dir: str | None) -> None:
-    """Change how requests sends a request."""
-    original = requests.adapters.HTTPAdapter.send
-
-    def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        found = content(request.url, data_dir)
-        if found is None:
-            return original(self, request, *args, **options)
-        response = requests.Response()
-        response.status_code, response.request, response.url = 200, request, request.url
-        response.headers["Content-Length"] = str(len(found))
-        response.raw = io.BytesIO(found)
-        return response
-
-    requests.adapters.HTTPAdapter.send = send
-
-
 def content(url: str, data_dir: str | None) -> bytes | None:
     """What the server of a known file returned; None for any other URL. Exceptions: see `datasets.content`."""
-    if vars(downloading):
-        return None
-    if url.endswith("/data/mnist.zip"):  # what `mx.test_utils.get_mnist_ubyte` unpacks
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w") as file:
-            for name in FILES:
-                file.writestr(zipfile.ZipInfo(name), _read("mnist", name, data_dir))
-        return archive.getvalue()
     known = known_file(url)
-    if known is None:
+    if known is None and not url.endswith("/data/mnist.zip"):
         return None
-    found = _read(*known, data_dir)
-    return gzip.compress(found, compresslevel=1, mtime=0) if url.endswith(".gz") else found
-
-
-def _read(name: str, file: str, data_dir: str | None) -> bytes:
     from gluon_mgpu.data import datasets
 
-    downloading.file = file
-    try:
-        return datasets.content(name, file, data_dir)
-    finally:
-        del downloading.file
+    if known:
+        found = datasets.content(*known, data_dir)
+        return gzip.compress(found, compresslevel=1, mtime=0) if url.endswith(".gz") else found
+    archive = io.BytesIO()  # which `mx.test_utils.get_mnist_ubyte` unpacks
+    with zipfile.ZipFile(archive, "w") as file:
+        for name in FILES:
+            file.writestr(zipfile.ZipInfo(name), datasets.content("mnist", name, data_dir))
+    return archive.getvalue()
 
 
 def known_file(address: str) -> tuple[str, str] | None:

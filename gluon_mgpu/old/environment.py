@@ -8,6 +8,7 @@ used. Packages that the user adds are in a second, small environment, which also
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import platform
@@ -26,6 +27,7 @@ from gluon_mgpu.support import files, log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError
 
 COMPLETE = "complete"  # the file's content is the list of requirements
+# Prints the version, such as 3.8, if this Python can make environments
 SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.version_info[:2])"
 DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
 
@@ -60,17 +62,21 @@ def remove() -> None:
     """Remove all environments."""
     if folder().is_dir():
         with _locked():
-            for path in folder().iterdir():
+            for path in _made():
                 shutil.rmtree(path)
 
 
 def described() -> list[str]:
     """A line for each environment: its folder, its size, and what was asked for."""
     lines = []
-    for path in sorted(folder().glob("*")):
+    for path in _made():
         content = (path / COMPLETE).read_text() if _is_complete(path) else "incomplete: not used"
         lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content.split())}")
     return lines
+
+
+def _made() -> list[Path]:
+    return sorted(map(Path, glob.glob(f"{glob.escape(str(folder()))}/python*/")))
 
 
 def _base(python: str | None, cpu: bool) -> Path:
@@ -82,8 +88,8 @@ def _base(python: str | None, cpu: bool) -> Path:
         if _is_complete(path):
             return path
     version, found = _find_python(versions)
-    mxnet, numpy, *_ = required[version]
-    what = f"Python {version}, {mxnet}, {numpy} ... ({DOWNLOADS[mxnet]} to download, once)"
+    mxnet = required[version][0]
+    what = f"Python {version}, {mxnet} and packages of its time ({DOWNLOADS[mxnet]} to download, once)"
     _make(paths[version], found, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
     return paths[version]
 
@@ -96,6 +102,7 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
             return
         log.say(f"{what} in {path}")
         try:
+            path.mkdir(exist_ok=True)  # raises an error that names it
             without_pip = ["--without-pip"] if base else []
             _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
             # -I: what is on PYTHONPATH is not in the environment.
@@ -115,11 +122,8 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
 
 
 def _run(failure: str, *command: object) -> None:
-    """Run venv or pip, with a count of packages on a terminal. Raises Error with the last line of the program's
-    errors."""
-    with log.progress(unit=" packages") as bar:
-        count = lambda line: bar.update(line.startswith("Collecting "))  # noqa: E731
-        finished = subprocesses.run([*map(str, command)], on_line=count)
+    """Run venv or pip. Raises Error with the last line of its errors."""
+    finished = subprocesses.run([*map(str, command)])
     if finished.status:
         lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
         needs = "it needs space, and the package index or a folder of wheels (docs/old-programs.md)"
@@ -128,12 +132,14 @@ def _run(failure: str, *command: object) -> None:
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
     """(version, path) of the first suitable Python. If there is none, uv downloads one. Raises Error if that fails."""
-    pyenv = Path(os.path.expanduser(os.environ.get("PYENV_ROOT") or "~/.pyenv"), "versions")  # there may be no home
+    pyenv = os.path.expanduser(os.environ.get("PYENV_ROOT") or "~/.pyenv")
     for version in versions:
-        found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-        for python in filter(None, [*found, sys._base_executable]):  # type: ignore[attr-defined]
-            if _version(str(python)) == version:
-                return version, str(python)
+        pythons = [shutil.which(f"python{version}"), *sorted(glob.glob(f"{pyenv}/versions/{version}.*/bin/python"))]
+        for python in filter(None, [*pythons, sys._base_executable]):  # type: ignore[attr-defined]
+            with suppress(OSError):
+                found = subprocess.run([python, "-I", "-c", SUITABLE], capture_output=True, text=True)
+                if found.stdout.strip() == version:
+                    return version, python
     names = f"Python {' to '.join(dict.fromkeys([versions[0], versions[-1]]))}"
     uv, version = shutil.which("uv"), versions[-1]
     if uv is None:
@@ -148,13 +154,6 @@ def _find_python(versions: Sequence[str]) -> tuple[str, str]:
 
 def _last(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip()
-
-
-def _version(python: str) -> str:
-    """The version of a Python that can make environments, such as "3.8"; empty if it cannot."""
-    with suppress(OSError):
-        return subprocess.run([python, "-I", "-c", SUITABLE], capture_output=True, text=True).stdout.strip()
-    return ""
 
 
 @contextmanager
@@ -183,7 +182,8 @@ def _digest(requirements: Sequence[str]) -> str:
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / COMPLETE).is_file() and _python(path).exists()  # the Python itself may have been removed
+    # The Python itself may have been removed. Another user's environment may be unreadable.
+    return all(os.path.exists(file) for file in (path / COMPLETE, _python(path)))
 
 
 def _python(path: Path) -> Path:

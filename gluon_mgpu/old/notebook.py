@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -38,18 +39,19 @@ def main(path: str, out: str) -> int:
     client = nbclient.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}})
     # Use this Python, because the notebook may name a kernel that is not installed.
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
-    client.create_kernel_manager()._kernel_spec = KernelSpec(argv=argv)
+    manager: Any = client.create_kernel_manager()
+    manager._kernel_spec = KernelSpec(argv=argv)
     with log.progress(total=len(cells), unit=" cells", desc=Path(path).name) as bar:
         client.on_cell_executed = lambda **_: bar.update()
-        client.on_notebook_start = lambda **_: _on_signals(
-            signal.default_int_handler
-        )  # nbclient's own wait for the cell
+        # nbclient's own handlers would wait until the cell ends.
+        client.on_notebook_start = lambda **_: _on_signals(signal.default_int_handler)
         try:
             client.execute()
             return 0
         except KeyboardInterrupt:
             _on_signals(signal.SIG_IGN)
-            client.shutdown_kernel = "immediate"  # at exit: the kernel may be in a long call
+            os.killpg(manager.provisioner.pgid, signal.SIGKILL)  # it may be in a long call
+            manager.cleanup_connection_file()
             log.say("interrupted", prefix="")
             return 130
         except (CellExecutionError, DeadKernelError, RuntimeError) as error:
@@ -69,4 +71,4 @@ def _on_signals(handler: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    os._exit(main(*sys.argv[1:]))  # at exit, nbclient would run into the task that was interrupted

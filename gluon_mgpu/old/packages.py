@@ -34,11 +34,11 @@ REQUIREMENTS = {
     "gluoncv": "gluoncv==0.10.5",
     "gluonnlp": "gluonnlp==0.10.0",
     "gluonts": "gluonts==0.11.12",
-    "google.protobuf": "protobuf",
+    "google": "protobuf",
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }
-# Errors of programs for Python 2. Syntax errors are followed by the line.
+# Errors of programs for Python 2. Syntax errors are followed by the line of code.
 PYTHON_2 = (
     r"Missing parentheses in call to '(print|exec)'|multiple exception types must be parenthesized",
     r"invalid syntax .*: \s*(except\b.*,.*:|raise\b.*,|.*`|.*<>)",
@@ -46,9 +46,7 @@ PYTHON_2 = (
     r"name '(basestring|long|raw_input|reduce|reload|unichr|unicode|xrange)' is not defined",
     r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
     r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
-    r"module 'itertools' has no attribute '(ifilter|imap|izip)'",
     r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)' from '(itertools|urllib)'",
-    r"module 'sys' has no attribute 'maxint'|module 'string' has no attribute '(join|letters|lowercase|maketrans)'",
     r"'dict' object has no attribute '(has_key|iteritems|iterkeys|itervalues)'",
 )
 # (pattern of an error, the edition of d2l that the program was written for)

@@ -21,7 +21,7 @@ from gluon_mgpu.support import subprocesses
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
-MOST_GPUS = 64
+SPINS = "1000"  # fewer than for training, whose operators are larger: on a busy machine, small ones wait for each other
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ def prepare() -> None:
     for name, restored in names.STANDARD_NAMES.items():
         hooks.on_import(name, functools.partial(names.restore, names=restored))
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
-    hooks.on_import("requests", functools.partial(downloads.replace_send, data_dir=settings.data_dir))
     for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
         hooks.on_import(name, functools.partial(downloads.replace_download, data_dir=settings.data_dir))
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
     sys.excepthook = functools.partial(explain.explain, here=settings.here)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if not settings.here:
         os.environ["PIP_USER"] = "1"  # `!pip install` fails; otherwise, it would change the packages of all programs
     startup.plan(contexts=settings.gpus or 1, may_serve=True)
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.old import early_mxnet, onednn
+    from gluon_mgpu.old import differences
 
     contexts.replace(mx, settings.gpus)
     if mx.__version__ < "2":
-        onednn.replace(mx)
-        early_mxnet.restore(mx)
+        differences.replace(mx)

@@ -67,18 +67,10 @@ def linear_regression_from_scratch():
     print(w.asnumpy(), b.asscalar(), float(loss.mean().asscalar()))
 
 
-class Language(gluon.Block):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.lstm, self.out = nn.Embedding(20, 8), gluon.rnn.LSTM(16), nn.Dense(20, flatten=False)
-
-    def forward(self, x):
-        return self.out(self.lstm(self.embed(x).swapaxes(0, 1))).swapaxes(0, 1)
-
-
 def lstm():
-    text = nd.array(np.random.randint(0, 20, (16, 9)))
-    train(Language(), text[:, :-1], text[:, 1:], GPUS[:1])
+    text, net = nd.array(np.random.randint(0, 20, (16, 9))), nn.Sequential()
+    net.add(nn.Embedding(20, 8), gluon.rnn.LSTM(16, layout="NTC"), nn.Dense(20, flatten=False))
+    train(net, text[:, :-1], text[:, 1:], GPUS[:1])
 
 
 def house_prices():
@@ -117,41 +109,21 @@ def custom_operator():
     print(total.asscalar(), x.grad.asnumpy())
 
 
-class SkipGram(gluon.Block):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Embedding(8, 4), nn.Embedding(8, 4)
-
-    def forward(self, x):
-        return (self.a(x[:, 0]) * self.b(x[:, 1])).sum(axis=1)
-
-
 def word_vectors():
     words = [random.choice("abcdefgh") * 2 for _ in range(400)]
     index = {word: i for i, (word, _) in enumerate(collections.Counter(words).most_common())}
-    pairs = nd.array([[index[a], index[b]] for a, b in zip(words, words[1:])])[:398]
-    train(SkipGram(), pairs, nd.array(np.random.randint(0, 2, 398)), loss=gluon.loss.SigmoidBCELoss())
+    pairs, net = nd.array([[index[a], index[b]] for a, b in zip(words, words[1:])])[:398], nn.Sequential()
+    net.add(nn.Embedding(8, 4), nn.Dense(1))
+    train(net, pairs, nd.array(np.random.randint(0, 2, 398)), loss=gluon.loss.SigmoidBCELoss())
     print(pd.Series(words).value_counts().head(3).to_dict())
 
 
-def generative_adversarial_network():
-    generator, judge = nn.Dense(2, in_units=2), nn.Sequential()
-    judge.add(nn.Dense(5, activation="tanh"), nn.Dense(1))
-    for net in (generator, judge):
-        net.initialize(mx.init.Normal(0.02), ctx=GPUS[0])
-    trainers = [gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.05}) for net in (judge, generator)]
-    bce, data = gluon.loss.SigmoidBCELoss(), nd.random.normal(shape=(32, 2), ctx=GPUS[0]) + 2
-    ones, zeros = nd.ones(32, GPUS[0]), nd.zeros(32, GPUS[0])
-    for _ in range(10):
-        for trainer in trainers:
-            noise = nd.random.normal(shape=(32, 2), ctx=GPUS[0])
-            with autograd.record():
-                loss = bce(judge(generator(noise)), ones)
-                if trainer is trainers[0]:
-                    loss = bce(judge(data), ones) + bce(judge(generator(noise).detach()), zeros)
-            loss.backward()
-            trainer.step(32)
-            print(f"{loss.mean().asscalar():.6f}")
+def fine_tuning_with_another_learning_rate_and_decay_for_each_layer():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
+    net[0].collect_params().setattr("lr_mult", 0.1)
+    net[1].collect_params().setattr("wd_mult", 0.0)
+    train(net, wd=0.1)
 
 
 def schedule_metric_and_sparse_gradient():

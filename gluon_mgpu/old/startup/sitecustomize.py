@@ -14,12 +14,11 @@ try:
     if spec and spec.loader:
         spec.loader.exec_module(module_from_spec(spec))
 finally:
-    if sys.version_info >= (3, 8):  # noqa: UP036  # the program may have started an older Python
-        # Only this package comes from its folder: others there are for the Python that `gluon-mgpu` uses.
-        spec = spec_from_file_location("gluon_mgpu", str(HERE.parents[2] / "__init__.py"))
-        assert spec and spec.loader
-        sys.modules["gluon_mgpu"] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["gluon_mgpu"])
-        from gluon_mgpu.old import prepare
+    # Only this package comes from its folder: others there are for the Python that `gluon-mgpu` uses.
+    spec = spec_from_file_location("gluon_mgpu", str(HERE.parents[2] / "__init__.py"))
+    assert spec and spec.loader
+    sys.modules["gluon_mgpu"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["gluon_mgpu"])
+    from gluon_mgpu.old import prepare
 
-        prepare.prepare()
+    prepare.prepare()

@@ -1,10 +1,12 @@
-"""Avoids, or explains, faults of MXNet on CPUs that a program written for GPUs never met."""
+"""Lets MXNet 1.9.1 on CPUs do what earlier versions, or MXNet on GPUs, did; or explains why it cannot."""
 
 from __future__ import annotations
 
 import re
 from types import ModuleType
 from typing import Any
+
+from gluon_mgpu.old import names
 
 ADVICE = (  # (pattern of MXNet's error, what to do)
     (
@@ -16,7 +18,15 @@ ADVICE = (  # (pattern of MXNet's error, what to do)
 
 
 def replace(mx: ModuleType) -> None:
-    """Change the imported mxnet."""
+    """Change the imported mxnet, which is version 1."""
+    names.restore(mx.gluon, {"autograd": mx.autograd})
+    names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
+    metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
+    metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
+    split = mx.gluon.utils.split_data
+    mx.gluon.utils.split_data = lambda data, num_slice, batch_axis=0, even_split=True: split(
+        data, num_slice if even_split else min(num_slice, data.shape[batch_axis]), batch_axis, even_split
+    )
     layer = mx.gluon.nn.conv_layers._Conv
     original, last_error = layer.hybrid_forward, mx.base.get_last_ffi_error
 
