@@ -16,9 +16,7 @@ from gluon_mgpu.support import log
 
 CPU = 1  # MXNet's number for this kind of contexts
 TEMP_COPIES = "4"  # MXNet's default. With more temporary spaces, programs with large arrays need more memory.
-# For SyncBatchNorm: it holds a space while it waits for the other context, whose operators may need the same one. This
-# is the most; ResNet-101 needs more than 256.
-SYNC_TEMP_COPIES = "999"
+SYNC_TEMP_COPIES = "999"  # the most; ResNet-101 needs more than 256
 
 
 def replace(mx: ModuleType, gpus: int | None) -> None:
@@ -55,6 +53,7 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
     Context.__init__ = create
     if there_are_gpus:
         return
+    keep_sync_batch_norm_from_hanging(mx)
     Context.devstr2type = {**Context.devstr2type, "gpu": CPU}
 
     def count(result: Any) -> int:
@@ -64,3 +63,18 @@ def replace(mx: ModuleType, gpus: int | None) -> None:
     mx.base._LIB.MXGetGPUCount = count
     create_store = mx.kvstore.create
     mx.kvstore.create = lambda name="local": create_store("device" if name == "nccl" else name)
+
+
+def keep_sync_batch_norm_from_hanging(mx: ModuleType) -> None:
+    """Use more temporary spaces for SyncBatchNorm. It holds one while it waits for the other context, whose operators
+    may need the same one. This is too late if the program has used random numbers before; see also `run`."""
+    nn = mx.gluon.nn if mx.__version__ >= "2" else mx.gluon.contrib.nn
+    layer = nn.SyncBatchNorm
+    create = layer.__init__
+
+    def create_with_more(self: Any, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        if self._kwargs["ndev"] > 1 and os.environ["MXNET_CPU_TEMP_COPY"] == TEMP_COPIES:
+            os.environ["MXNET_CPU_TEMP_COPY"] = SYNC_TEMP_COPIES
+
+    layer.__init__ = create_with_more

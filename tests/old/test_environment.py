@@ -3,10 +3,14 @@
 A stand-in for Python makes environments at once; one slow test makes a real one.
 """
 
+import ast
+import builtins
+import collections.abc
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import runs
@@ -115,6 +119,27 @@ def test_without_a_python_or_a_writable_cache_the_error_says_what_to_do(folder):
     write_program(folder / "bin/python3.8", PYTHON)
     (folder / "cache").write_text("a file")
     fails_with("XDG_CACHE_HOME")
+
+
+IMPORTED = """
+import sys
+from gluon_mgpu.data import datasets
+from gluon_mgpu.old import differences, notebook, prepare
+print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("gluon_mgpu")), sep="\\n")
+"""
+TYPES = {*dir(builtins), *collections.abc.__all__, "deque"}
+
+
+def test_modules_of_an_old_programs_process_evaluate_no_type_with_arguments_which_python_3_8_cannot():
+    for path in runs.output(IMPORTED).splitlines():
+        tree = ast.parse(Path(path).read_text(), feature_version=(3, 8))
+        tree.body = [statement for statement in tree.body if ast.unparse(statement)[:16] != "if TYPE_CHECKING"]
+        nodes = [*ast.walk(tree)]
+        annotations = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
+        not_evaluated = {part for annotation in filter(None, annotations) for part in ast.walk(annotation)}
+        for node in {*nodes} - not_evaluated:
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+                assert node.value.id not in TYPES, f"{path}:{node.lineno}"
 
 
 def test_beside_cuda_it_has_cuda_unless_the_user_says_cpu(monkeypatch):

@@ -115,6 +115,7 @@ FILE = "train-images-idx3-ubyte"
 @pytest.mark.parametrize(
     "folder, name",
     [
+        ("http://yann.lecun.com/exdb/mnist", "mnist"),
         ("https://x.org/kmnist-and-others/raw/MNIST_data", "mnist"),
         ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion", "fashion-mnist"),
         ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com", "fashion-mnist"),
