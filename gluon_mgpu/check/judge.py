@@ -269,7 +269,7 @@ class _Comparison:
             return [session.steps[0] for session in sessions] if all(session.steps for session in sessions) else []
 
         examples = driver.split(k, batch, n)
-        if examples and (reason := split(examples, n, driver.divides)):
+        if examples and (reason := split(examples, n, driver.divides, self.unit)):
             return "devices", reason
         parts = self._parts(examples, n)
         alone = [(1, driver.take(batch, part), None) for part in parts]
@@ -311,7 +311,7 @@ class _Comparison:
                 left = "a step adds to the gradients of the step before; call zero_grad after each update"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
-        yield "devices", split(examples, self.sizes[0], self.driver.divides) if examples else ""
+        yield "devices", split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
         for claim in ("sum", "losses", "replicas"):
             yield claim, ""
         if not self.in_double:
@@ -461,7 +461,7 @@ class Evidence:
         return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
 
 
-def split(shards: Shards, n: int, function: str = "the step") -> str:
+def split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
     """Whether each of n examples is on exactly one device. shards: the indices of the examples on each device;
     negative or too large: not an example of this batch."""
     indices = [list(shard) for shard in shards]
@@ -472,11 +472,11 @@ def split(shards: Shards, n: int, function: str = "the step") -> str:
         return f"{function} returns examples of an earlier batch, or changes them; make a new copy of each batch"
     if k > 1 and all(shard == indices[0] for shard in indices):
         part = "whole batch" if len(indices[0]) == n else "same shard"
-        return f"{function} gives the {part} to each of {k} devices; give each a different part"
+        return f"{function} gives the {part} to each of {k} {UNITS[unit]}; give each a different part"
     if missing := n - len({*found}):
         advice = "with a remainder, some shards need one more example" if n % k else "return each example once"
         return f"{function} drops {missing} of {n} examples; {advice}"
-    return f"{function} gives some of {n} examples to several devices"
+    return f"{function} gives some of {n} examples to several {UNITS[unit]}"
 
 
 def not_finite(step: Step) -> str:
