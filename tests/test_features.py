@@ -41,30 +41,23 @@ from gluon_mgpu.training.models import create_model
 TABLE = """
 lesson     data       options   train  stop  devices  test  image  convert  workers
 scratch    synthetic  plain     yes    yes   yes      yes   yes    all      yes
-scratch    unit       shares    yes    yes   yes      yes   yes    gluon    shares
-scratch    signed     plain     yes    yes   yes      yes   run    gluon    yes
+scratch    signed     shares    yes    yes   yes      yes   run    gluon    shares
 lenet      synthetic  momentum  yes    yes   yes      yes   yes    all      yes
-lenet      unit       plain     yes    yes   yes      yes   yes    gluon    yes
 lenet      signed     all       yes    yes   yes      yes   run    gluon    shares
 sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    gluon    kvstore
-sharded-0  unit       plain     yes    .     .        yes   yes    gluon    kvstore
 sharded-0  signed     plain     yes    .     .        yes   run    gluon    kvstore
 sharded-1  synthetic  plain     yes    yes   yes      yes   yes    gluon    kvstore
-sharded-1  unit       momentum  yes    yes   yes      yes   yes    gluon    kvstore
-sharded-1  signed     momentum  yes    .     .        yes   run    gluon    kvstore
+sharded-1  signed     momentum  yes    yes   yes      yes   run    gluon    kvstore
 sharded-2  synthetic  momentum  yes    yes   yes      yes   yes    gluon    kvstore
-sharded-2  unit       plain     yes    .     .        yes   yes    gluon    kvstore
-sharded-2  signed     momentum  yes    .     .        yes   run    gluon    kvstore
+sharded-2  signed     plain     yes    .     .        yes   run    gluon    kvstore
 sharded-3  synthetic  momentum  yes    yes   yes      yes   yes    all      kvstore
-sharded-3  unit       plain     yes    yes   yes      yes   yes    gluon    kvstore
-sharded-3  signed     momentum  yes    .     .        yes   run    gluon    kvstore
+sharded-3  signed     plain     yes    yes   yes      yes   run    gluon    kvstore
 arrays.py  rgb        plain     yes    yes   yes      yes   yes    all      yes
-arrays.py  pixels     shares    yes    yes   yes      yes   yes    all      shares
+arrays.py  pixels     shares    yes    yes   yes      yes   run    all      shares
 layers.py  synthetic  momentum  yes    yes   yes      yes   yes    gluon    yes
-layers.py  unit       plain     yes    yes   yes      yes   yes    gluon    yes
 layers.py  signed     shares    yes    yes   yes      yes   run    all      shares
 layers.py  rgb        momentum  yes    yes   yes      yes   yes    gluon    yes
-layers.py  pixels     plain     yes    yes   yes      yes   yes    all      yes
+layers.py  pixels     plain     yes    yes   yes      yes   run    all      yes
 dropout    synthetic  momentum  yes    yes   yes      yes   yes    all      about
 """
 OPTIONS = {
@@ -94,7 +87,7 @@ exec(REGISTER)
 IN_MAKE_TEST = {
     ("scratch", "synthetic"),
     ("lenet", "signed"),
-    ("sharded-3", "unit"),
+    ("sharded-3", "signed"),
     ("arrays.py", "pixels"),
     ("layers.py", "rgb"),
     ("dropout", "synthetic"),
@@ -107,7 +100,6 @@ COMMON = {"gpus": 2, "device": "cpu", "batch_size": BATCH, "epochs": 2, "lr": 0.
 OWN = {
     "rgb": ((3, 8, 8), 4, 0, 255, np.uint8),
     "pixels": ((3, 8, 8), 4, 0, 255, np.float32),
-    "unit": ((1, 28, 28), 5, 0, 1, np.float32),
     "signed": ((1, 28, 28), 3, -1, 1, np.float32),
 }
 
@@ -421,14 +413,13 @@ def test_an_evaluation_has_the_scores_and_counts_of_the_checkpoints_arrays(row, 
 
 
 @pytest.mark.parametrize("row", rows("image"))
-def test_an_image_file_gets_the_scores_of_its_pixels_scaled_as_in_training(row, runs, tmp_path):
+def test_an_image_file_gets_the_scores_of_its_pixels(row, runs, tmp_path):
     trained = loaded(row, runs)
     image = runs.data(row)[2][:1]
-    top = 255 if row.data == "pixels" else 1
-    pixels = np.round(image * 255 / top).astype(np.uint8)[0]
+    pixels = np.round(image * 255).astype(np.uint8)[0]
     Image.fromarray(pixels.transpose(1, 2, 0).squeeze()).save(tmp_path / "image.png")
     read = evaluate.read_image(tmp_path / "image.png", pixels.shape)
-    expected = scores(row, runs, runs.strong(row), pixels[None] / 255 * top)[0]
+    expected = scores(row, runs, runs.strong(row), pixels[None] / 255)[0]
     powers = np.exp(expected - expected.max())
     best = powers.argsort()[::-1][:3]
     line = ", ".join(f"{i} {powers[i] / powers.sum():.4f}" for i in best)
