@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -71,13 +71,15 @@ def executed_again(lesson: ModuleType | str) -> ModuleType:
         return lesson
     fresh = lessons.load(name if name in LESSONS else str(lesson.__file__), fresh=True)
     for name, function in vars(lesson).items():
-        if isinstance(function, FunctionType) and _code(function) != _code(getattr(fresh, name, None)):
+        if callable(function) and _code(function) != _code(getattr(fresh, name, None)):
             setattr(fresh, name, function)
     return fresh
 
 
 def _code(function: Any) -> Any:
-    return getattr(inspect.unwrap(function), "__code__", function) if callable(function) else function
+    """A function's code, without the wrapper of `lessons.load`; the type of any other object."""
+    is_users = lambda f: getattr(f, "__code__", None) is None or f.__code__.co_filename != lessons.__file__  # noqa: E731
+    return getattr(inspect.unwrap(function, stop=is_users), "__code__", type(function))
 
 
 class MXNet(Driver):
@@ -169,8 +171,8 @@ class MXNet(Driver):
         yield "devices", self.placed or self._idle()
         yield "called", self._not_called(lesson)
         if not is_wrong:
-            yield "losses", self._losses(4 * k)
-            yield "update", self._changed_alone(lesson)
+            yield "losses", self._losses(max(4 * k, judge.EXAMPLES))
+            yield "update", self._changed_alone()
             yield "accuracy", self._accuracy()
 
     def _misplaced(self, model: Any) -> str:
@@ -193,7 +195,7 @@ class MXNet(Driver):
 
     def _is_called(self, function: Any) -> bool:
         """Whether a step has called a function, or another one with the same code."""
-        return function is not None and _code(function) in self.called
+        return getattr(inspect.unwrap(function), "__code__", None) in self.called
 
     def _not_called(self, lesson: ModuleType) -> str:
         """Whether the step calls the lesson's own functions, and no others with the same names."""
@@ -209,22 +211,25 @@ class MXNet(Driver):
         """Whether a step returns a loss for each example, computed before the update."""
         batch = self.batch(0, n)
         sessions = [self.run(k, [batch], lr=lr) for k, lr in ((1, LR), (1, LR * 1e-6), (len(self.ctx), LR))]
+        if failures := [session.failure for session in sessions if session.failure]:
+            return f"a step on {n} examples fails: {failures[0]}"
         one, still, several = (np.concatenate(session.steps[0].losses) for session in sessions)
         if not len(one) == len(several) == n:
             return f"a step on {n} examples returns {several.size} losses; return one for each example"
         changed = "losses are computed with parameters that this step has changed; update last"
         return "" if judge.alike(one, still) else changed
 
-    def _changed_alone(self, lesson: ModuleType) -> str:
+    def _changed_alone(self) -> str:
         """Whether `allreduce` leaves the array of a single device as it is, also if it is called again. If not, a step
         on one device is wrong, too."""
-        if not self._is_called(getattr(lesson, "allreduce", None)):
+        model = self.model(1)  # its lesson may have created what allreduce uses
+        if not self._is_called(getattr(model.lesson, "allreduce", None)):
             return ""
-        shape, same = max(self.model(1).arrays().values(), key=lambda a: a.size).shape, list[bool]()
+        shape, same = max(model.arrays().values(), key=lambda a: a.size).shape, list[bool]()
         for _ in range(2):
             array = nd.random.normal(shape=shape, ctx=self.ctx[0])
             given = array.copy()
-            lesson.allreduce([array])
+            model.lesson.allreduce([array])
             same.append(bool((array == given).min().asscalar()))
         if not same[0]:
             return "with one device, allreduce changes the gradients; leave a single array unchanged"

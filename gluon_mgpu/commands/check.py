@@ -14,9 +14,11 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting
+from gluon_mgpu.support.params import FloatRange
 from gluon_mgpu.training.config import Config, Numbers
 
 SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
+OTHERWISE: dict[str, Any] = {"gpus": {"default": 2}, "dataset": {"default": None, "type": click.Choice(["own"])}}
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
 CLAIMS = {
     "runs": "a step runs on one {unit}",
@@ -51,8 +53,13 @@ CLAIMS = {
 )
 @common.option("--steps", type=click.IntRange(1), default=3, help="Steps with even batches, before an uneven one.")
 @common.option("--even", is_flag=True, help="Only warn if uneven batches differ.")
-@common.option("--seconds", type=click.FloatRange(1), default=60, help="Time limit for a step in PyTorch or JAX.")
-@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset={"default": None})
+@common.option(
+    "--seconds",
+    type=FloatRange(1),
+    default=60,
+    help="Time limit for a step in PyTorch; in JAX, a fifth of that for all.",
+)
+@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", **OTHERWISE)
 @click.pass_context
 def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
     """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of
@@ -74,7 +81,7 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
     from gluon_mgpu.data import datasets
 
     shape, classes = datasets.IMAGE_SHAPE, 10
-    if options["dataset"] == "own":  # the others have the same shape and number of classes
+    if options["dataset"]:
         own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
     config = Config(impl=lesson, **{name: options[name] for name in SETTINGS})

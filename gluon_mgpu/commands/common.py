@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import click
 
 from gluon_mgpu.support import errors, log, mpi
-from gluon_mgpu.support.paths import Location
 
 COLUMN = 30  # width of the column of option names in --help
 IN_PYTHON = errors.caller
@@ -149,7 +148,3 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
         return command
 
     return decorate
-
-
-FOLDER = Location(file_okay=False)
-FILE = Location()

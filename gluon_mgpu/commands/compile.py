@@ -8,6 +8,7 @@ import click
 
 from gluon_mgpu.commands import common
 from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.params import FOLDER
 
 
 @common.command(
@@ -16,7 +17,7 @@ from gluon_mgpu.support.errors import Error
         gluon-mgpu compile ~/mxnet --arch sm_90 --nvcc /usr/local/cuda-11.8/bin/nvcc --compiler g++-11
     """
 )
-@click.argument("source", type=common.FOLDER, metavar="MXNET")
+@click.argument("source", type=FOLDER, metavar="MXNET")
 @common.option(
     "--arch",
     default="compute_80",

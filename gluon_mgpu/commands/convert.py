@@ -9,6 +9,7 @@ import click
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.params import FILE, FloatRange
 
 
 def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
@@ -29,8 +30,8 @@ def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
         gluon-mgpu convert net-symbol.json net-0000.params --input 3,224,224 --to pytorch net
     """,
 )
-@click.argument("sources", nargs=-1, type=common.FILE, metavar="RUN | NET-symbol.json NET-0000.params")
-@click.argument("prefix", type=common.FILE)
+@click.argument("sources", nargs=-1, type=FILE, metavar="RUN | NET-symbol.json NET-0000.params")
+@click.argument("prefix", type=FILE)
 @common.option(
     "--to",
     type=click.Choice(["gluon", "pytorch", "onnx"]),
@@ -53,7 +54,7 @@ def parse_shape(value: str) -> tuple[str, tuple[int | str, ...]]:
 )
 @common.option(
     "--tolerance",
-    type=click.FloatRange(0, min_open=True),
+    type=FloatRange(0, min_open=True),
     default=1e-4,
     show_default=True,
     help="Largest difference between the converted network's scores and MXNet's, relative to the scores.",

@@ -9,6 +9,7 @@ import click
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.params import FILE, FOLDER
 
 
 @common.command(
@@ -18,8 +19,8 @@ from gluon_mgpu.support.errors import UsageError
         gluon-mgpu evaluate runs/first coat.png boot.jpg
     """,
 )
-@click.argument("run", type=common.FOLDER, metavar="RUN")
-@click.argument("images", nargs=-1, type=common.FILE, metavar="[IMAGE]...")
+@click.argument("run", type=FOLDER, metavar="RUN")
+@click.argument("images", nargs=-1, type=FILE, metavar="[IMAGE]...")
 @common.settings(
     *("impl", "gpus", "device", "data_dir"),
     impl={

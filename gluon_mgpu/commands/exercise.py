@@ -16,6 +16,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.exercises import Answer, Mistake, grading
 from gluon_mgpu.support import files, log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError, command, setting
+from gluon_mgpu.support.params import FILE, FloatRange
 
 Graded = list[tuple[Answer, "Mistake | None"]]
 WITHOUT = "without an answer"  # files
@@ -53,7 +54,7 @@ def list_() -> None:
 
 @exercise.command(examples="gluon-mgpu exercise start allreduce --out answers/allreduce.py")
 @click.argument("name", type=click.Choice(exercises.NAMES), metavar="NAME")
-@common.option("--out", type=common.FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
+@common.option("--out", type=FILE, metavar="FILE", help="The file to write. Default: NAME.py.")
 def start(name: str, out: str | None) -> None:
     """Start an exercise: write a file with the task and a function to complete. An existing file is left unchanged."""
     path = out or f"{name}.py"
@@ -70,19 +71,16 @@ def start(name: str, out: str | None) -> None:
         gluon-mgpu exercise grade answers --csv results.csv
     """
 )
-@click.argument("paths", nargs=-1, required=True, type=common.FILE, metavar="FILE|FOLDER...")
+@click.argument("paths", nargs=-1, required=True, type=FILE, metavar="FILE|FOLDER...")
 @common.option("--solution", is_flag=True, help="Also show a solution. Only for a single answer.")
-@common.option(
-    "--csv", "csv_file", type=common.FILE, metavar="FILE.csv", help="Write a table of students by exercises."
-)
+@common.option("--csv", "csv_file", type=FILE, metavar="FILE.csv", help="Write a table of students by exercises.")
 @common.option(
     "--seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=FloatRange(0, min_open=True),
     default=grading.SECONDS,
-    metavar="FLOAT",
     help="Time limit for each answer.",
 )
-@common.option("--jobs", type=click.IntRange(1), default=1, metavar="INT", help="Answers to grade at the same time.")
+@common.option("--jobs", type=click.IntRange(1), default=1, help="Answers to grade at the same time.")
 @click.pass_context
 def grade(
     context: click.Context,
@@ -95,7 +93,7 @@ def grade(
     """Grade answers: Python files, notebooks with a cell for each answer, and folders with such files. Each answer runs
     on hidden cases in a new process, with at most 4 GB of memory. A single answer's mistake is explained. For several
     answers, a table names their mistakes; for folders of students, another one shows who has solved what. The file
-    of --csv is rewritten after each answer. Exit status: 0 if all answers are correct, else 1."""
+    of --csv is rewritten after each answer. Exit status: 0 if each file or student has only correct answers, else 1."""
     answers = exercises.find(paths)
     if csv_file:
         _check_writable(csv_file)
@@ -204,7 +202,7 @@ def _csv(graded: Graded) -> bytes:
 
 
 def _check_writable(path: str) -> None:
-    """Raise UsageError now, not after minutes, if the file cannot be written, or is one of the answers."""
+    """Raise UsageError now, not after minutes, if the file cannot be written, or is no .csv file, such as an answer."""
     folder = os.path.dirname(path) or "."
     if not path.endswith(".csv"):
         raise UsageError("csv_file", path, "must end with .csv")

@@ -15,12 +15,12 @@ from gluon_mgpu.compat import startup
 from gluon_mgpu.old import contexts, environment, packages, prepare
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.params import FILE
 
 OPTIONS = (
     common.option(
         "--gpus",
         type=click.IntRange(min=1),
-        metavar="N",
         help="If there is no GPU, let the program use N CPU contexts as N GPUs. Without this option, "
         "mx.context.num_gpus() returns 0, but the program can use mx.gpu(i) for any i.",
     ),
@@ -31,7 +31,7 @@ OPTIONS = (
     common.option(
         "--with", "extra", multiple=True, metavar="PACKAGE", help="Add a package, such as gluoncv==0.10.5. Repeatable."
     ),
-    common.option("--requirements", type=common.FILE, metavar="FILE", help="Add the packages in FILE, as pip -r."),
+    common.option("--requirements", type=FILE, metavar="FILE", help="Add the packages in FILE, as pip -r."),
     common.option(
         "--python",
         type=click.Choice([*packages.PINS]),
@@ -84,9 +84,7 @@ def python_and_settings(
 )
 @common.option("-m", "is_module", is_flag=True, help="PROGRAM is the name of a module, as in `python -m`.")
 @preparation
-@common.option(
-    "--out", type=common.FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK."
-)
+@common.option("--out", type=FILE, metavar="FILE", help="Write the executed notebook to FILE instead of NOTEBOOK.")
 @common.option(
     "--environment",
     "action",

@@ -28,7 +28,7 @@ def read(folder: str | Path) -> Parts:
     if folder.suffix == ".npz" and os.path.isfile(folder):
         return checked(*_read_npz(folder))
     if not os.path.isdir(folder):
-        raise UsageError("data_dir", folder, "does not exist")
+        raise UsageError("data_dir", folder, "must be a folder or a .npz file that exists")
     archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*[-.]idx?-ubyte*"))
     try:
         if len(archives) == 1:
@@ -73,9 +73,11 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
         raise UsageError(name, images.dtype, "must be uint8 (0 to 255), or floating-point numbers")
     if images.dtype == np.uint8:
         return np.ascontiguousarray(images)
+    with np.errstate(over="ignore"):
+        images = np.ascontiguousarray(images, np.float32)
     if not np.isfinite(images).all():
-        raise UsageError(name, images.dtype, "contains numbers that are not finite")
-    return np.ascontiguousarray(images, np.float32)
+        raise UsageError(name, array.dtype, "contains numbers that are not finite in float32")
+    return images
 
 
 def _labels(name: str, array: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting, shown
-from gluon_mgpu.support.paths import Location
+from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
 
 SCHEDULES = ("constant", "cosine")
 NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
@@ -63,15 +63,14 @@ class Word(click.types.StringParamType):
         return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
 
 
-FOLDER = Location(file_okay=False)
 COUNT = click.IntRange(1)
-FRACTION = click.FloatRange(0, 1, max_open=True)
+FRACTION = FloatRange(0, 1, max_open=True)
 
 
 class Setting(NamedTuple):
     """How a setting is declared. type: checks and converts values, on the command line and from Python.
 
-    group: the heading in --help. lessons: those, and their copies, that have the setting. resumable: whether a resumed
+    group: the heading in --help. lessons: those, and their copies, that have the setting. changeable: whether a resumed
     run may change it. recorded: whether the run's folder keeps it. show_default: how --help shows the default.
     """
 
@@ -80,7 +79,7 @@ class Setting(NamedTuple):
     group: str = "Training"
     metavar: str | None = None
     lessons: Sequence[str] = LESSONS
-    resumable: bool = False
+    changeable: bool = False
     recorded: bool = True
     show_default: bool | str = True
 
@@ -102,7 +101,7 @@ class Config:
         "a changed copy of scratch.py or highlevel.py.",
         "Network and data",
         f"{'|'.join(LESSONS)}|FILE.py",
-        resumable=True,
+        changeable=True,
     )
     gpus: tuple[int, ...] = declare(
         (0,),
@@ -110,13 +109,13 @@ class Config:
         "Number of devices, such as 2, or their indices, such as 0,2.",
         "Devices",
         "N|I,J,...",
-        resumable=True,
+        changeable=True,
         recorded=False,
         show_default="1",
     )
     batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
-    lr: float = declare(0.2, click.FloatRange(0, min_open=True), "Learning rate.")
-    epochs: int = declare(4, COUNT, "Number of passes through the training set.", resumable=True)
+    lr: float = declare(0.2, FloatRange(0, min_open=True), "Learning rate.")
+    epochs: int = declare(4, COUNT, "Number of passes through the training set.", changeable=True)
     seed: int | None = declare(
         None,
         click.IntRange(0, 2**31 - 1),
@@ -137,7 +136,7 @@ class Config:
     )
     data_dir: str | Path | None = declare(
         None,
-        Location(),
+        FILE,
         "Folder that contains the data set; for own, a .npz file or IDX files. Default: GLUON_MGPU_DATA if it is set, "
         "else the folders listed in docs/training.md, else a download.",
         "Network and data",
@@ -158,7 +157,7 @@ class Config:
         "With highlevel: --hybridize runs the network as one graph, --no-hybridize operator by operator.",
         "Network and data",
         lessons=("highlevel",),
-        resumable=True,
+        changeable=True,
     )
     tune: bool = declare(
         False,
@@ -167,7 +166,7 @@ class Config:
         "which is faster. Results are the same except for rounding.",
         "Network and data",
         lessons=("highlevel",),
-        resumable=True,
+        changeable=True,
     )
     schedule: str = declare(
         "constant",
@@ -176,7 +175,7 @@ class Config:
     )
     warmup_epochs: float = declare(
         0.0,
-        click.FloatRange(0),
+        FloatRange(0),
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
     )
     momentum: float = declare(
@@ -190,17 +189,17 @@ class Config:
         click.Choice(devices.DEVICES),
         "auto uses GPUs if there are any, else CPU contexts.",
         "Devices",
-        resumable=True,
+        changeable=True,
         recorded=False,
     )
     shares: tuple[float, ...] | None = declare(
         None,
-        Numbers(click.FloatRange(0, 1e9, min_open=True)),
+        Numbers(FloatRange(0, 1e9, min_open=True)),
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
         lessons=COPIED,
-        resumable=True,
+        changeable=True,
     )
     zero: int = declare(
         0,
@@ -208,7 +207,7 @@ class Config:
         "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
         "Devices",
         lessons=("sharded",),
-        resumable=True,
+        changeable=True,
     )
     kvstore: str = declare(
         "local",
@@ -256,10 +255,7 @@ class Config:
         return parsed
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a number is not finite, or if two settings contradict each other."""
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(name, value, "must be finite")
+        """Raise UsageError if two settings contradict each other."""
         if self.warmup_epochs >= self.epochs:
             advice = f"must be at least 0 and less than {self.epochs}, the number of epochs"
             raise UsageError("warmup_epochs", self.warmup_epochs, advice)
@@ -316,7 +312,7 @@ class Config:
             if name == "epochs" and self.schedule == "cosine" and value != recorded:
                 advice = f"the run's cosine schedule ends at epoch {recorded}; omit this setting"
                 raise UsageError(name, value, advice)
-            keep = name in RECORDED and not SETTINGS[name].resumable and (name, value) != ("seed", None)
+            keep = name in RECORDED and not SETTINGS[name].changeable and (name, value) != ("seed", None)
             if keep and value != recorded:
                 raise UsageError(name, value, f"the run used {shown(recorded)}; omit this setting")
         given = {**given, "seed": self.seed}

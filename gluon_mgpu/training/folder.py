@@ -203,11 +203,11 @@ class RunFolder:
 
     def _say_what_changed(self, new: dict[str, Any]) -> None:
         """Print a notice if something that may change has changed in a resumed run. new: settings and details."""
-        names = [name for name in sorted(SETTINGS) if SETTINGS[name].resumable and name != "epochs"]
+        names = [name for name in sorted(SETTINGS) if SETTINGS[name].changeable and name != "epochs"]
         old = {**self._settings, **self.details}
         changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
         if changed:
-            effect = "results are the same except for rounding"
+            effect = "results are the same except for rounding, and for random numbers in a step"
             if "impl" in changed:
                 effect = "the other lesson continues the run"
             elif new["running_stats"] and {"devices", "shares", "workers"} & {*changed}:

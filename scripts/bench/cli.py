@@ -6,6 +6,7 @@ import click
 
 from bench import grids
 from gluon_mgpu.commands import common
+from gluon_mgpu.support.params import FOLDER
 
 
 @click.command(
@@ -15,17 +16,16 @@ from gluon_mgpu.commands import common
     + "\n".join(f"{name:12s} {grid.about}" for name, grid in grids.GRIDS.items()),
 )
 @click.argument("grid", type=click.Choice([*grids.GRIDS]))
-@common.option("--rounds", type=click.IntRange(1), default=3, metavar="N", help="Measurements of each point.")
+@common.option("--rounds", type=click.IntRange(1), default=3, help="Measurements of each point.")
 @common.option(
     "--steps",
     type=click.IntRange(1),
     default=60,
-    metavar="N",
     help="Steps of LeNet with 256 examples in each measurement; fewer with ResNet-18 or larger batches.",
 )
 @common.option(
     "--out",
-    type=click.Path(file_okay=False),
+    type=FOLDER,
     metavar="FOLDER",
     help="Write GRID.json and the picture GRID.png to this folder.",
 )

@@ -2,7 +2,7 @@
 
 A notebook's log error, log(1 - accuracy), must be within WIDTH * s * sqrt(1 + 1 / n) of the mean log error of n new
 runs. s is the standard deviation of the log errors in spread.json, which come from earlier runs, the "kept runs".
-docs/parity.md gives the reasons.
+See docs/parity.md.
 """
 
 from __future__ import annotations

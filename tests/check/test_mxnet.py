@@ -1,5 +1,6 @@
 """Holding a lesson against one device: wrong steps are named, right ones are not accused."""
 
+import functools
 import importlib
 import shutil
 from pathlib import Path
@@ -280,6 +281,51 @@ def test_a_right_step_is_not_accused(name, devices):
     assert functions or ("distance" in " ".join(report.notes)) == (impl != "sharded")
 
 
+SUMS = """
+sums, original = {}, get_params
+
+
+def get_params(params, ctx):
+    sums.update({p.shape: nd.zeros_like(p) for p in params})
+    return original(params, ctx)
+
+
+def allreduce(data):
+    total = sums[data[0].shape]
+    total[:] = 0
+    for d in data:
+        total += d.as_in_context(total.context)
+    for d in data:
+        total.copyto(d)
+
+
+original_step = train_batch
+
+
+def train_batch(X, *args):
+    assert X.shape[0] >= 10, "a batch needs ten examples"
+    return original_step(X, *args)
+"""
+
+
+def test_a_lesson_may_create_arrays_for_allreduce_and_need_batches_of_ten(tmp_path):
+    (tmp_path / "sums.py").write_text(Path(scratch.__file__).read_text() + SUMS)
+    assert compare(str(tmp_path / "sums.py"), CPUS[:2]).verdict == ""
+
+
+class Nothing:
+    def __call__(self, data):
+        pass
+
+
+REPLACED = [functools.partial(lambda data: None), Nothing(), functools.wraps(scratch.allreduce)(lambda data: None)]
+
+
+@pytest.mark.parametrize("allreduce", REPLACED, ids=["partial", "object", "wrapper"])
+def test_a_replacement_that_is_no_plain_function_is_checked(allreduce):
+    assert "own gradients" in compare(lessons.load("scratch", allreduce=allreduce), CPUS[:2]).verdict
+
+
 @pytest.mark.parametrize("by", [lessons.load, lambda path: importlib.import_module(Path(path).stem)])
 def test_a_lesson_may_keep_values_between_steps(by, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -325,7 +371,7 @@ def test_the_command_checks_the_step_that_the_settings_choose(words):
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("words", ["highlevel --zero 3", "scratch --data-dir anywhere"])
+@pytest.mark.parametrize("words", ["highlevel --zero 3", "scratch --data-dir anywhere", "scratch --dataset mnist"])
 def test_the_command_refuses_settings_that_it_would_ignore(words):
     result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"])
     assert result.exit_code == UsageError.exit_status

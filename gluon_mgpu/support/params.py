@@ -1,7 +1,8 @@
-"""The type of options and settings that are paths."""
+"""Types of options and settings: paths, and numbers that are finite."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -23,3 +24,17 @@ class Location(click.Path):
         if any(len(os.fsencode(name)) > LONGEST_NAME for name in Path(path).parts):
             self.fail(f"{path!r} contains a name that is too long.", param, ctx)
         return super().convert(os.path.expanduser(path), param, ctx)
+
+
+class FloatRange(click.FloatRange):
+    """A finite number in a range."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite.", param, ctx)
+        return number
+
+
+FOLDER = Location(file_okay=False)
+FILE = Location()
