@@ -1,7 +1,7 @@
 """Lesson 2: LeNet on several devices with Gluon. Each function has a counterpart in `scratch`.
 
 `initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
-gradients and updates every replica. train.py takes its steps with these functions, as it does with those of `scratch`.
+gradients and updates every replica. `gluon-mgpu train` takes its steps with the functions of either lesson.
 Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope), whose `run` is called `train` here.
 """
 

@@ -1,6 +1,6 @@
 """Lesson 1: LeNet on several devices with NDArray alone. Each part of data parallelism is one function.
 
-`train` runs the notebook's experiment. train.py has a loop of its own, `training.loop`, with checkpoints and more, and
+`train` runs the notebook's experiment. `gluon-mgpu train` has its own loop (training/loop.py), with checkpoints, and
 takes its steps with the same functions. `highlevel` is the same lesson with Gluon.
 Source: the notebook "Multi-GPU Computation with Data Parallelism" (Dive into Deep Learning, 2019).
 """

@@ -219,7 +219,7 @@ class _Comparison:
 
     def _parts(self, examples: Shards | None, n: int) -> Shards:
         """The examples of each device, if they are known, or those that it would usually have."""
-        is_known = examples and all(examples) and not split(examples, n)
+        is_known = examples and all(examples) and not wrong_split(examples, n)
         return examples if examples and is_known else [part.tolist() for part in np.array_split(range(n), self.k)]
 
     def _first_wrong(self) -> tuple[int, str, str] | None:
@@ -269,7 +269,7 @@ class _Comparison:
             return [session.steps[0] for session in sessions] if all(session.steps for session in sessions) else []
 
         examples = driver.split(k, batch, n)
-        if examples and (reason := split(examples, n, driver.divides, self.unit)):
+        if examples and (reason := wrong_split(examples, n, driver.divides, self.unit)):
             return "devices", reason
         parts = self._parts(examples, n)
         alone = [(1, driver.take(batch, part), None) for part in parts]
@@ -311,7 +311,7 @@ class _Comparison:
                 left = "a step adds to the gradients of the step before; call zero_grad after each update"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
-        yield "devices", split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
+        yield "devices", wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
         for claim in ("sum", "losses", "replicas"):
             yield claim, ""
         if not self.in_double:
@@ -461,7 +461,7 @@ class Evidence:
         return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
 
 
-def split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
+def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
     """Whether each of n examples is on exactly one device. shards: the indices of the examples on each device;
     negative or too large: not an example of this batch."""
     indices = [list(shard) for shard in shards]

@@ -27,7 +27,7 @@ def kernel() -> None:
 def install(sys_prefix: bool, **options: Any) -> None:
     """Install the kernel. The options apply to all notebooks that use it."""
     python, settings = python_and_settings(**options)
-    variables = prepare.environment(settings, python)
+    variables = prepare.variables(settings, python)
     command = [python, "-m", "ipykernel", "install", "--name", KERNEL, "--display-name", TITLE]
     command += ["--prefix", sys.prefix] if sys_prefix else ["--user"]
     for name, value in (("PYTHONPATH", str(prepare.STARTUP)), (prepare.VARIABLE, variables[prepare.VARIABLE])):

@@ -138,4 +138,4 @@ def run(
         words = ["-m", "gluon_mgpu.old.notebook", program, out or program]
     else:
         words = [*(["-m"] if is_module else []), program, *arguments]
-    os.execve(python, [python, *words], prepare.environment(settings, python))  # nosec B606  # without a shell
+    os.execve(python, [python, *words], prepare.variables(settings, python))  # nosec B606  # without a shell

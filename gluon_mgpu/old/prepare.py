@@ -1,6 +1,6 @@
 """Prepares a Python process for an old MXNet program, and passes the settings on to its child processes.
 
-The process that starts the program calls `environment`. The program's own process calls `prepare` before the program's
+The process that starts the program calls `variables`. The program's own process calls `prepare` before the program's
 first line runs (see `startup`). Its Python may be 3.8, and has few packages (see `packages.COMMON`); so has what
 `prepare` imports.
 """
@@ -34,7 +34,7 @@ class Preparation:
     here: bool = False
 
 
-def environment(settings: Preparation, python: str | Path = sys.executable) -> dict[str, str]:
+def variables(settings: Preparation, python: str | Path = sys.executable) -> dict[str, str]:
     """The environment variables with which to start a prepared program. python: the program's Python, whose own
     commands are found first."""
     users = subprocesses.users_environment()

@@ -100,7 +100,7 @@ def test_the_last_line_says_what_a_program_needs(text, here, says, tmp_path, cap
 @pytest.mark.parametrize("here", [False, True])
 def test_pip_changes_no_environment_that_programs_share(here):
     pip = [sys.executable, "-c", "import os, sys; sys.exit(os.environ.get('PIP_USER') != '1')"]
-    env = prepare.environment(prepare.Preparation(here=here))
+    env = prepare.variables(prepare.Preparation(here=here))
     assert finished(*pip, env=env).returncode == here
 
 
@@ -187,6 +187,6 @@ def test_every_way_to_download_finds_the_verified_files_and_others_end_with_wher
     tiny.put(home / "gluoncv/utils", {"__init__.py": b"from .download import download", "download.py": code})
     start = f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n"
     folders = {"GLUON_MGPU_DATA": str(tmp_path), "HOME": str(home), "MXNET_HOME": str(home / "mx")}
-    env = {**prepare.environment(prepare.Preparation()), **folders}
+    env = {**prepare.variables(prepare.Preparation()), **folders}
     run = finished(sys.executable, "-c", start + DOWNLOADS, env=env, cwd=home)
     assert run.stdout == PRINTED and str(home / "models/net.params") in run.stderr.splitlines()[-1], run.stderr
