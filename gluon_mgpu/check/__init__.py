@@ -54,8 +54,11 @@ def framework(path: str) -> str | None:
     modules = {name.partition(".")[0] for name in names}
     found = next((name for name in FUNCTIONS if name in modules and "mxnet" not in modules), None)
     if found:
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if "train_batch" not in defined or not {"init_params", "init_net"} & defined:
+        assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        defined = {*(getattr(node, "name", "") for node in tree.body), *map(ast.unparse, assigned)}
+        defined |= {alias.asname or alias.name for node in tree.body for alias in getattr(node, "names", ())}
+        starts = {"init_params", *(["init_net"] if found == "torch" else [])}
+        if "train_batch" not in defined or not starts & defined:
             raise UsageError(None, path, f"must define {FUNCTIONS[found]}")
         if not find_spec(found):
             advice = "run `make torch`, or install torch" if found == "torch" else "run `pip install '.[jax]'`"

@@ -215,9 +215,17 @@ def test_the_engine_is_what_a_file_imports(tmp_path):
     path = tmp_path / "step.py"
     path.write_text("import mxnet as mx\nimport torch\ndef train_batch(X, y, device_params, ctx, lr): ...\n")
     assert check.framework(str(path)) is None and check.framework("scratch") is None
-    path.write_text("from torch import nn\n")
-    with pytest.raises(UsageError, match="must define train_batch"):
-        check.framework(str(path))
+    for text in ("from torch import nn\n", "import jax\nfrom step import train_batch, init_net\n"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="must define train_batch"):
+            check.framework(str(path))
+
+
+@jax
+def test_a_step_may_be_compiled_or_imported(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text("import jax\nfrom other import init_params, step\ntrain_batch = jax.jit(step)\n")
+    assert check.framework(str(path)) == "jax"
 
 
 @torch
