@@ -99,7 +99,7 @@ class Driver:
 
 @dataclass
 class Report:
-    """The claims; if one did not hold, nothing was checked after it. how: the steps were compared, such as "with
+    """The claims; if one did not hold, nothing was checked after it. how: how the steps were compared, such as "with
     dropout off". notes: warnings, and lines with numbers."""
 
     claims: dict[str, str] = field(default_factory=dict)
@@ -411,10 +411,8 @@ class Evidence:
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
-                advice = (
-                    "add the gradients of all examples, not the means of shards, and divide by the size of the batch"
-                )
-                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {advice}"
+                advice = "add the gradients of all examples, not the means of shards, and divide by the size of the "
+                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {advice}batch"
         found, expected = flat(change, wrong), flat(whole, wrong)
         factors = fitted(found, [expected], 5e-3 * norm(found - expected))
         if factors is not None:
@@ -424,10 +422,8 @@ class Evidence:
                 advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
                 advice += ", not of a shard, as a mean loss does"
                 if are_means:
-                    advice = (
-                        f"each {unit} computes the mean loss of its shard, which divides by the size of the shard; "
-                    )
-                    advice += "compute the sum, and divide once, by the size of the whole batch"
+                    advice = f"each {unit} computes the mean loss of its shard; compute the sum, and divide once, by "
+                    advice += "the size of the whole batch"
             elif abs(factor - 1 / k) < 1e-3:
                 advice = "add the gradients, and divide only by the size of the batch"
             return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"

@@ -71,15 +71,23 @@ def executed_again(lesson: ModuleType | str) -> ModuleType:
         return lesson
     fresh = lessons.load(name if name in LESSONS else str(lesson.__file__), fresh=True)
     for name, function in vars(lesson).items():
-        if callable(function) and _code(function) != _code(getattr(fresh, name, None)):
+        if callable(function) and _codes(function) != _codes(getattr(fresh, name, None)):
             setattr(fresh, name, function)
     return fresh
 
 
-def _code(function: Any) -> Any:
-    """A function's code, without the wrapper of `lessons.load`; the type of any other object."""
-    is_users = lambda f: getattr(f, "__code__", None) is None or f.__code__.co_filename != lessons.__file__  # noqa: E731
-    return getattr(inspect.unwrap(function, stop=is_users), "__code__", type(function))
+def _code(function: Any) -> CodeType | None:
+    """The code of a function, without its decorators."""
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def _codes(function: Any) -> list[Any]:
+    """The code of a function and of those that it wraps, without the wrapper of `lessons.load`; the type of any other
+    object."""
+    codes = [getattr(function, "__code__", type(function))]
+    if hasattr(function, "__wrapped__"):
+        codes += _codes(function.__wrapped__)
+    return [code for code in codes if getattr(code, "co_filename", "") != lessons.__file__]
 
 
 class MXNet(Driver):
@@ -195,7 +203,7 @@ class MXNet(Driver):
 
     def _is_called(self, function: Any) -> bool:
         """Whether a step has called a function, or another one with the same code."""
-        return getattr(inspect.unwrap(function), "__code__", None) in self.called
+        return _code(function) in self.called
 
     def _not_called(self, lesson: ModuleType) -> str:
         """Whether the step calls the lesson's own functions, and no others with the same names."""

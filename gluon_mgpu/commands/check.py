@@ -18,7 +18,7 @@ from gluon_mgpu.support.params import FloatRange
 from gluon_mgpu.training.config import Config, Numbers
 
 SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
-OTHERWISE: dict[str, Any] = {"gpus": {"default": 2}, "dataset": {"default": None, "type": click.Choice(["own"])}}
+OWN = {"default": None, "type": click.Choice(["own"]), "help": "own: take the shape and the classes of your own data."}
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
 CLAIMS = {
     "runs": "a step runs on one {unit}",
@@ -57,9 +57,9 @@ CLAIMS = {
     "--seconds",
     type=FloatRange(1),
     default=60,
-    help="Time limit for a step in PyTorch; in JAX, a fifth of that for all.",
+    help="Time limit for a step in PyTorch; in JAX, five times that for all steps.",
 )
-@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", **OTHERWISE)
+@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset=OWN)
 @click.pass_context
 def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
     """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of

@@ -74,10 +74,10 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     if images.dtype == np.uint8:
         return np.ascontiguousarray(images)
     with np.errstate(over="ignore"):
-        images = np.ascontiguousarray(images, np.float32)
-    if not np.isfinite(images).all():
-        raise UsageError(name, array.dtype, "contains numbers that are not finite in float32")
-    return images
+        converted = np.ascontiguousarray(images, np.float32)
+    if not np.isfinite(converted).all():
+        raise UsageError(name, images.dtype, "contains numbers that are not finite in float32")
+    return converted
 
 
 def _labels(name: str, array: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import shutil
+from itertools import count
 from pathlib import Path
 
 import mxnet as mx
@@ -65,9 +66,9 @@ def size(X, Xs):
     return X.shape[0]
 
 
-def array_step(labels=lambda ys: ys, divisor=size, norm=None, devices=lambda ctx: ctx):
+def array_step(labels=lambda ys: ys, divisor=size, norm=None, devices=lambda ctx: ctx, rate=lambda lr, ctx: lr):
     def train_batch(X, y, device_params, ctx, lr):
-        ctx = devices(ctx)
+        ctx, lr = devices(ctx), rate(lr, ctx)
         Xs, ys = scratch.split_and_load(X, ctx), labels(scratch.split_and_load(y, ctx))
         losses = scratch.forward_backward(device_params, Xs, ys)
         for i in range(len(device_params[0])):
@@ -119,6 +120,23 @@ def rounded(X, y, net, ctx, trainer):
 def rebinding(params, lr, batch_size):
     for p in params:
         p = p - lr * p.grad / batch_size
+
+
+def clipped_sum(X, y, net, ctx, trainer):
+    losses = highlevel.forward_backward(net, highlevel.split_and_load(X, ctx), highlevel.split_and_load(y, ctx))
+    trainer.allreduce_grads()
+    for c in ctx:
+        grads = [p.grad(c) for p in net.collect_params().values() if p.grad_req != "null"]
+        gluon.utils.clip_global_norm(grads, 0.1 * X.shape[0])
+    trainer.update(X.shape[0])
+    return losses
+
+
+def counting(calls):
+    def sgd(params, lr, batch_size):
+        scratch.sgd(params, lr * 0.9 ** next(calls), batch_size)
+
+    return sgd
 
 
 def update_first(X, y, device_params, ctx, lr):
@@ -207,6 +225,12 @@ WRONG = {
     "examples twice": ("scratch", {"split_and_load": with_replacement}, ("devices", "once")),
     "labels of other images": ("scratch", {"train_batch": array_step(rotated)}, ("losses", "label")),
     "shards of earlier batches": ("scratch", lambda: {"split_and_load": filled_once({})}, ("devices", "earlier")),
+    "another rate on each device": ("scratch", lambda: {"sgd": counting(count())}, ("replicas", "only the step of")),
+    "lr to the power of the devices": (
+        "scratch",
+        {"train_batch": array_step(rate=lambda lr, ctx: lr ** len(ctx))},
+        ("update", "learning rate"),
+    ),
     "a new array instead of an update": ("scratch", {"sgd": rebinding}, ("update", "in place")),
     "update before backward": ("scratch", {"train_batch": update_first}, ("update", "earlier batch")),
     "sums of earlier calls": ("scratch", lambda: {"allreduce": with_leftovers({})}, ("update", "earlier")),
@@ -245,6 +269,10 @@ RIGHT = {
     "interleaved shards": ("scratch", {"split_and_load": interleaved}),
     "clipping": ("scratch", {"train_batch": array_step(norm=1.0)}),
     "batch normalization": ("highlevel", {"lenet": network(nn.BatchNorm)}),
+    "batch normalization, the sum clipped": (
+        "highlevel",
+        {"lenet": network(nn.BatchNorm), "train_batch": clipped_sum},
+    ),
     "dropout": ("highlevel", {"lenet": network(lambda: nn.Dropout(0.5))}),
     "a Gluon step": ("highlevel", {"train_batch": gluon_step(size)}),
 }
@@ -277,6 +305,7 @@ def test_a_right_step_is_not_accused(name, devices):
     assert report.how == {
         "dropout": ["with dropout off"],
         "batch normalization": ["batch normalization of the examples of each device"],
+        "batch normalization, the sum clipped": ["batch normalization of the examples of each device"],
     }.get(name, [])
     assert functions or ("distance" in " ".join(report.notes)) == (impl != "sharded")
 
@@ -324,6 +353,30 @@ REPLACED = [functools.partial(lambda data: None), Nothing(), functools.wraps(scr
 @pytest.mark.parametrize("allreduce", REPLACED, ids=["partial", "object", "wrapper"])
 def test_a_replacement_that_is_no_plain_function_is_checked(allreduce):
     assert "own gradients" in compare(lessons.load("scratch", allreduce=allreduce), CPUS[:2]).verdict
+
+
+LOGGED = """
+import functools
+
+
+def logged(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+allreduce = logged(allreduce)
+"""
+
+
+def test_a_decorated_function_that_replaces_another_one_with_the_same_decorator_is_checked(tmp_path):
+    (tmp_path / "own.py").write_text(Path(scratch.__file__).read_text() + LOGGED)
+    lesson = lessons.load(str(tmp_path / "own.py"))
+    assert compare(lesson, CPUS[:2]).verdict == ""
+    lesson.allreduce = lesson.logged(lambda data: None)
+    assert "own gradients" in compare(lesson, CPUS[:2]).verdict
 
 
 @pytest.mark.parametrize("by", [lessons.load, lambda path: importlib.import_module(Path(path).stem)])

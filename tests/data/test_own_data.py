@@ -119,7 +119,7 @@ def test_a_folder_without_valid_data_is_refused(write, error, tmp_path):
         ("train_images", ARRAYS[0][0, 0]),
         ("train_images", ARRAYS[0].astype(int)),
         ("test_images", np.full((50, *SHAPE), np.nan)),
-        ("train_images", np.full((50, *SHAPE), 1e39)),  # infinite in float32
+        ("train_images", np.full((50, *SHAPE), 1e39).tolist()),  # infinite in float32
         ("test_images", ARRAYS[2][..., 1:]),
         ("test_images", ARRAYS[2].astype(np.float32)),
         ("train_labels", ARRAYS[1][:-1]),
