@@ -251,7 +251,8 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     assert "cy/binary.py" in students[2]["without an answer"] and not students[0]["without an answer"]
     table = r"^ada +no +yes +1\nbob +yes +yes +2\ncy +yes +yes +2\n=dan +0\nsolved +2 +3$"
     assert re.search(table, checked.stdout, re.MULTILINE)
-    rows = checked.stdout.splitlines()[1 : 1 + len(expected)]
+    _, *rows = checked.stdout.splitlines()
+    assert " correct; " in rows[len(expected)]  # the line below the table
     for row, (file, cell, exercise, mistake) in zip(rows, expected):
         assert row.startswith(f"{file}, cell {cell} " if cell else f"{file} ") and (exercise or " - ") in row
         assert mistake == "no-answer" or row.endswith(mistake or "correct")
