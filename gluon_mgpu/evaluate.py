@@ -29,6 +29,7 @@ from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.models import create_model
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
+ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune", "zero")  # settings that an evaluation does not need
 TOP = 3  # number of classes printed per image
 
 
@@ -57,7 +58,7 @@ def load(
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
-    config = lessons.for_evaluation(run.recorded, lesson)
+    config = run.recorded.with_defaults(ONLY_TRAINING)
     model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
     run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
     run.restore(model)

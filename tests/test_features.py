@@ -26,7 +26,7 @@ from runs import needs_mpi
 
 from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.data.generators import seed_of_step
+from gluon_mgpu.data.batches import seed_of_step
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import checkpoint

@@ -27,8 +27,8 @@ import gluon_mgpu.check.judge as judge
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
 from gluon_mgpu.check.processes import where
+from gluon_mgpu.data.batches import restored_afterward, seed_generators
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.data.generators import restored_afterward, seed_generators
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sysconfig
@@ -34,13 +33,13 @@ FUNCTIONS = (
 
 
 def use_openblas() -> None:
-    """On aarch64, let the first `import mxnet` load the changed copy, which is made if there is none.
+    """Let the first `import mxnet` load the changed copy, which is made if there is none.
 
     Does nothing if the user has set MXNET_LIBRARY_PATH to another file, and nothing but print a notice if the installed
     library is not the known one. Raises Error if a needed package is missing, or if the copy cannot be made.
     """
     spec = importlib.util.find_spec("mxnet")
-    if platform.machine() != "aarch64" or spec is None or not spec.origin:
+    if spec is None or not spec.origin:
         return
     import platformdirs
 

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import re
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from gluon_mgpu.support.errors import Error
@@ -130,7 +131,7 @@ def driver_gpus() -> list[tuple[str, int, int]]:
 
 def wheels() -> dict[str, str]:
     """Find the MXNet wheels in the folder that `import mxnet` uses. Returns {name: version}, normally only one."""
-    spec = importlib.util.find_spec("mxnet")
+    spec = PathFinder.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
         return {}
     beside = Path(spec.submodule_search_locations[0]).parent.glob("mxnet*.dist-info")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import importlib.util
 import os
+import platform
 import re
 import sys
 import threading
@@ -122,7 +122,8 @@ def use_stock_settings() -> None:
     """Make the first `import mxnet` use MXNet's own settings, for comparison. Call this before that import."""
     global _stock
     _stock = True
-    aarch64.use_openblas()  # the import needs this with any settings
+    if platform.machine() == "aarch64":
+        aarch64.use_openblas()  # the import needs this with any settings
 
 
 def configure(contexts: int | None = None) -> None:
@@ -132,8 +133,8 @@ def configure(contexts: int | None = None) -> None:
     contexts: number of contexts that compute at the same time; later calls can only increase it. None: as in an earlier
     call; several if there was none.
     Settings from the user's environment are kept if they are safe; a notice names each setting that is ignored.
-    Raises UsageError for fewer than 1 context, and Error if MXNet is missing, if mxnet was imported earlier with
-    settings that can make this number of CPU contexts hang, or if `cuda.open_libraries` fails.
+    Raises UsageError for fewer than 1 context, and Error if mxnet was imported earlier with settings that can make this
+    number of CPU contexts hang, or if `cuda.open_libraries` fails.
     """
     global _prepared
     if contexts is not None:
@@ -156,21 +157,22 @@ def configure(contexts: int | None = None) -> None:
 def _prepare() -> None:
     """Prepare this process as `_plan` says. This undoes what an earlier call changed."""
     global _prepared
-    if importlib.util.find_spec("mxnet") is None:
-        raise Error("MXNet is not installed: run `make install`, or `pip install --no-deps mxnet==1.9.1`")
     if sys.flags.optimize > 1:
         raise UsageError(None, None, "MXNet needs docstrings: do not use -OO or PYTHONOPTIMIZE=2")
     check_environment()
     role = os.environ.get("DMLC_ROLE", "worker")
     if role != "worker" and not _plan.may_serve:
         raise UsageError("DMLC_ROLE", role, "MXNet would run a parameter server, which never ends; unset it")
-    users = subprocesses.users_environment()
-    for name in subprocesses.changed:
-        os.environ.pop(name, None)
-    os.environ.update(users)
+    if subprocesses.changed:  # by an earlier call
+        users = subprocesses.users_environment()
+        for name in subprocesses.changed:
+            os.environ.pop(name, None)
+        os.environ.update(users)
+    users = dict(os.environ)
     _set_threads(_plan.contexts, _plan.processes)
     cuda.open_libraries()  # after `_set_threads`, because this may load libgomp, which reads OMP_NUM_THREADS
-    aarch64.use_openblas()
+    if platform.machine() == "aarch64":
+        aarch64.use_openblas()
     if _plan.contexts != 1:
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", str(TEMP_COPIES))
     if log.rank() is not None and log.size() != 1:

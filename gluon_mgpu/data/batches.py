@@ -1,15 +1,17 @@
-"""Makes batches in host memory, and reads results while later steps are already queued.
+"""Shuffles examples, makes batches in host memory, and reads results while later steps are already queued.
 
 Python runs ahead of MXNet's engine: it issues steps in bursts and reads their results later, so it waits once per
-burst, not once per step.
+burst, not once per step. Random numbers follow from (seed, worker, step), whatever the process did before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mxnet as mx
 import numpy as np
@@ -66,6 +68,29 @@ def _empty(shape: tuple[int, ...]) -> tuple[NDArray, np.ndarray]:
 def shuffled(examples: int, seed: int, epoch: int) -> np.ndarray:
     """A random order of the examples for one epoch, as indices (examples,)."""
     return np.random.default_rng([seed, epoch]).permutation(examples)
+
+
+def seed_of_step(seed: int, worker: int, step: int) -> int:
+    """The seed for the random numbers of one step in one worker."""
+    return int(np.random.SeedSequence([seed, worker, step]).generate_state(1)[0] >> 1)  # MXNet takes 31 bits
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of MXNet, for all devices, of NumPy and of Python."""
+    mx.random.seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def restored_afterward() -> Iterator[None]:
+    """Restore the state of NumPy's and Python's generators after the `with` block. MXNet's cannot be read."""
+    states = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
 
 
 class DataIter:

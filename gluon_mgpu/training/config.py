@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
@@ -24,7 +23,6 @@ from gluon_mgpu.support.errors import UsageError, setting, shown
 from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
 
 SCHEDULES = ("constant", "cosine")
-NETWORK_NAMES = ("lenet", "lenet-max", "resnet18")  # those of `networks`, for the command line
 LESSONS = ("scratch", "highlevel", "sharded")
 COPIED = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
 
@@ -51,16 +49,6 @@ class Indices(click.ParamType):
             return tuple(devices.parse(value))
         except UsageError as error:
             self.fail(f"{value!r} {error.advice}.", param, ctx)
-
-
-class Word(click.types.StringParamType):
-    """Any text. Shells complete these words."""
-
-    def __init__(self, words: Collection[str]) -> None:
-        self.words = words
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
 
 
 COUNT = click.IntRange(1)
@@ -96,7 +84,7 @@ class Config:
 
     impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
-        Word(LESSONS),
+        click.STRING,
         "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
         "a changed copy of scratch.py or highlevel.py.",
         "Network and data",
@@ -145,10 +133,10 @@ class Config:
     )
     model: str = declare(
         "lenet",
-        Word(NETWORK_NAMES),
+        click.STRING,
         "With highlevel: the network. lenet-max uses max pooling.",
         "Network and data",
-        "|".join(NETWORK_NAMES),
+        "lenet|lenet-max|resnet18",
         lessons=("highlevel",),
     )
     hybridize: bool = declare(

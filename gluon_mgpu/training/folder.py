@@ -29,7 +29,6 @@ from gluon_mgpu.training.workers import Group
 
 if TYPE_CHECKING:
     from gluon_mgpu.training.model import Model
-    from gluon_mgpu.training.state import LessonState
 
 FORMAT = 1
 CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
@@ -171,18 +170,17 @@ class RunFolder:
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
         self.lock()
 
-    def restore(self, model: Model, state: LessonState | None = None) -> None:
-        """Give a resumed run's model the arrays of the checkpoint and, with `state`, the lesson its own arrays. Raises
-        Error if they do not match the network or the lesson."""
+    def restore(self, model: Model) -> Arrays:
+        """Give a model the arrays of the checkpoint, if any. Returns those that the lesson itself keeps. Raises Error
+        if the others do not match the network."""
         arrays, self.arrays = self.arrays or {}, None
-        of_lesson = {name: array for name, array in arrays.items() if name.startswith(STATE)}
+        of_lesson = {name: arrays.pop(name) for name in [*arrays] if name.startswith(STATE)}
         try:
             if arrays:
-                model.load({name: array for name, array in arrays.items() if name not in of_lesson})
-            if state and self.recorded:
-                state.load(of_lesson)
+                model.load(arrays)
         except Error as error:
             raise Error(f"{self.folder}: {error}") from None
+        return of_lesson
 
     def save(self, arrays: Arrays) -> None:
         """Write checkpoint.npz, config.json and metrics.jsonl."""

@@ -24,7 +24,6 @@ from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 DISTINCT = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
-ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
 RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
 
 
@@ -183,9 +182,3 @@ def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> 
         used = setting(name, getattr(config, name))
         raise UsageError("impl", name_of(lesson), f"the run used {used}, which only {_lessons_with(name)} can continue")
     return config
-
-
-def for_evaluation(config: Config, lesson: ModuleType) -> Config:
-    """The settings for evaluating a run, also with another lesson than its own: those that only training uses, and
-    those without a meaning in the lesson, get their defaults."""
-    return config.with_defaults(({*ONLY_TRAINING} | {*unsupported(lesson)}) - {"model"})

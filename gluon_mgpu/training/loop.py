@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 import time
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mxnet import nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.data.batches import LARGEST_BATCH, Pending, batches, shuffled
+from gluon_mgpu.data.batches import LARGEST_BATCH, Pending, batches, seed_generators, seed_of_step, shuffled
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.data.generators import seed_generators, seed_of_step
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import Epoch, Position, RunFolder, exists
-from gluon_mgpu.training.interrupt import CtrlC
 from gluon_mgpu.training.lessons import is_own
 from gluon_mgpu.training.model import Model, read_arrays
 from gluon_mgpu.training.state import LessonState, UnsavedArrays
@@ -27,17 +30,19 @@ from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
+SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from mpiexec or a cluster manager
+Item = TypeVar("Item")
 
 
 class Setup(NamedTuple):
-    """What `fit` trains; nothing in it changes afterward. state: the arrays that the lesson itself keeps. warning: a
-    line to repeat at the end; empty if there is none."""
+    """What `fit` trains; nothing in it changes afterward. state: the arrays that the lesson itself keeps, if any.
+    warning: a line to repeat at the end; empty if there is none."""
 
     config: Config
     data: Dataset
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
-    state: LessonState
+    state: LessonState | None
     warning: str = ""
 
 
@@ -50,7 +55,7 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     config, data, model, state = setup.config, setup.data, setup.model, setup.state
     position, saves = run.position, run.folder is not None
     steps_per_epoch = -(-len(data.train_labels) // config.batch_size)
-    unsaved = UnsavedArrays(state) if saves and is_own(model.lesson) else None
+    unsaved = UnsavedArrays(model.lesson, state) if saves and is_own(model.lesson) else None
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
         _print(" ".join(["running on:", str(model.ctx), *several]), run)
@@ -58,7 +63,7 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
             stopped = _train_epoch(number, position, setup, group, ctrl_c, unsaved)
-            arrays = {**_check_replicas(model, f"epoch {number}", group), **state.read()}
+            arrays = {**_check_replicas(model, f"epoch {number}", group), **(state.read() if state else {})}
             accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, arrays))
@@ -213,3 +218,46 @@ def _interrupted(run: RunFolder, arrays: dict[str, np.ndarray]) -> str:
     run.save(arrays)
     run.end()
     return f"interrupted after {run.position}; checkpoint saved; continue with {setting('resume', run.folder)}"
+
+
+class CtrlC:
+    """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
+
+    A second Ctrl-C takes effect immediately. Python delivers signals only to the main thread; in any other thread, this
+    class does nothing.
+    """
+
+    def __init__(self, saves: bool) -> None:
+        """saves: whether the run saves a checkpoint when it stops; used only in the notice."""
+        self.saves = saves
+
+    def __enter__(self) -> CtrlC:
+        self.asked, self.since = False, 0.0
+        main = threading.current_thread() is threading.main_thread()
+        signals = [s for s in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(s) is not signal.SIG_IGN]
+        self.before = {s: signal.signal(s, self._handle) for s in signals}
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        for which, handler in self.before.items():
+            signal.signal(which, handler)
+        if self.asked and kind is None:  # the signal arrived after the last step
+            raise Interrupted("interrupted; all epochs are finished")
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            if time.monotonic() - self.since < SAME_SIGNAL:
+                return
+            raise KeyboardInterrupt
+        self.asked, self.since = True, time.monotonic()
+        if not log.rank():
+            notice = f"stopping; press Ctrl-C again to stop now{', without a checkpoint' * self.saves}"
+            with suppress(OSError):  # the reader of standard error may be gone
+                os.write(2, f"\ngluon_mgpu: {notice}\n".encode())
+
+    def between(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items; after Ctrl-C, raises Interrupted instead of yielding the next item."""
+        for item in items:
+            if self.asked:
+                raise Interrupted
+            yield item

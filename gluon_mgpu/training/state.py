@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,10 @@ class LessonState:
     def __init__(self, model: Model, group: Group) -> None:
         self.lesson, self.devices, self.group = model.lesson, range(len(model.ctx)), group
         self.name = f"{name_of(self.lesson)}: state"
-        self.exists = callable(getattr(self.lesson, "state", None))
         self.shapes = self._shapes(self.local())
-        if self.exists:
-            advice = "it must return the same names and shapes in all workers"
-            group.agree({f"{self.name}'s array {name}": shape for name, shape in self.shapes.items()}, advice)
-            self._check_kept()
+        advice = "it must return the same names and shapes in all workers"
+        group.agree({f"{self.name}'s array {name}": shape for name, shape in self.shapes.items()}, advice)
+        self._check_kept()
 
     def read(self) -> Arrays:
         """The arrays of all workers, by their names in a checkpoint, "state/WORKER/DEVICE/NAME"."""
@@ -70,7 +69,7 @@ class LessonState:
     def local(self) -> dict[str, NDArray]:
         """This worker's arrays: {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
         arrays = {}
-        for device in self.devices if self.exists else ():
+        for device in self.devices if hasattr(self.lesson, "state") else ():
             try:
                 inspect.signature(self.lesson.state).bind(device)
             except TypeError:
@@ -103,15 +102,16 @@ class UnsavedArrays:
     """Prints a notice if the second step changes variables of a lesson's module, which no checkpoint holds: arrays and
     numbers, also in attributes of its own objects, and a gluon.Trainer. The first step may only fill caches."""
 
-    def __init__(self, state: LessonState) -> None:
-        self.state, self.lesson, self.steps, self.before = state, state.lesson, 0, dict[str, int]()
+    def __init__(self, lesson: ModuleType, state: LessonState | None) -> None:
+        self.lesson, self.state, self.steps, self.before = lesson, state, 0, dict[str, int]()
 
     def after_step(self) -> None:
         """Waits for the first two steps."""
         self.steps += 1
         if self.steps > 2:
             return
-        self.saved = {id(array): array for array in self.state.local().values()}
+        saved = self.state.local() if self.state else {}
+        self.saved = {id(array): array for array in saved.values()}
         kept = {name: value for name, value in vars(self.lesson).items() if name[:2] != "__"}
         now = {name: zlib.crc32(b"".join(self._contents(value))) for name, value in kept.items()}
         if changed := sorted(name for name in now if self.before.get(name, now[name]) != now[name]):

@@ -64,7 +64,7 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
             return run.position.history
         ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
-        from gluon_mgpu.data.generators import restored_afterward
+        from gluon_mgpu.data.batches import restored_afterward
         from gluon_mgpu.training.loop import fit
 
         gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
@@ -82,7 +82,7 @@ def set_up(
     data: None: load the data set that is named in the settings. Raises UsageError if the settings, the devices, the
     lesson and the data do not fit together, or if a resumed run or another worker has other data.
     """
-    from gluon_mgpu.data.generators import seed_generators
+    from gluon_mgpu.data.batches import seed_generators
     from gluon_mgpu.training.loop import Setup
     from gluon_mgpu.training.model import read_arrays
     from gluon_mgpu.training.models import create_model
@@ -102,8 +102,10 @@ def set_up(
     warning = _compare_with_one_device(lesson, ctx, config, data)
     seed_generators(config.seed)
     model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
-    state = LessonState(model, group)
-    run.restore(model, state)
+    saved = run.restore(model)
+    state = LessonState(model, group) if saved or hasattr(lesson, "state") else None
+    if state and run.recorded:
+        state.load(saved)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
     is_assembled = group.size > 1 or config.shares is not None
@@ -112,7 +114,8 @@ def set_up(
     _say_what_is_not_called(lesson, config, is_assembled)
     run.begin(config, {**details, "running_stats": bool(model.running_stats)})
     if run.recorded is not None:
-        run.save({**read_arrays(model), **state.read()})  # so that the next resume uses the new settings
+        of_lesson = state.read() if state else {}
+        run.save({**read_arrays(model), **of_lesson})  # so that the next resume uses the new settings
     devices.say_if_no_gpu(ctx, config.device)
     return Setup(config, data, model, assemble(model, group) if is_assembled else model.step, state, warning)
 

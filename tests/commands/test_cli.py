@@ -130,7 +130,6 @@ def test_sigterm_ends_a_command_like_ctrl_c():
     "line, offered",
     [
         ("t", {"plain,train"}),
-        ("train --gpus 2 --impl ", {"plain,scratch", "plain,highlevel", "plain,sharded"}),
         ("train --device =", {"plain,auto", "plain,gpu", "plain,cpu"}),  # bash splits --device= into two words
         ("train --out ru", {"dir,ru"}),
         ("exercise start ac", {"plain,accumulate"}),

@@ -4,8 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from gluon_mgpu.data.batches import shuffled
-from gluon_mgpu.data.generators import seed_of_step
+from gluon_mgpu.data.batches import seed_of_step, shuffled
 
 
 def test_each_seed_worker_and_step_has_its_own_seed():

@@ -33,7 +33,7 @@ from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import batches
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, interrupt, lessons, loop
+from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Epoch, RunFolder
 
@@ -123,7 +123,7 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
 def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if_one_was_saved(
     kept, sent, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(interrupt, "SAME_SIGNAL", runs.HORIZON)  # even on a busy machine
+    monkeypatch.setattr(loop, "SAME_SIGNAL", runs.HORIZON)  # even on a busy machine
     with interrupts.at_step(2, *[(which, 0) for which in sent]) as caught:
         train(batch_size=10, out=tmp_path if kept else None)
     line = str(caught.value)
@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_stops_within_the_step_and_leaves_the_files_of_the_last_
     def twice():
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
-            time.sleep(interrupt.SAME_SIGNAL)
+            time.sleep(loop.SAME_SIGNAL)
         issued.append(True)
 
     with pytest.raises(KeyboardInterrupt), interrupts.in_step(13, twice):

@@ -21,7 +21,7 @@ from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches, shuffled
 from gluon_mgpu.support import subprocesses
-from gluon_mgpu.training import checkpoint, interrupt, workers
+from gluon_mgpu.training import checkpoint, loop, workers
 from gluon_mgpu.training.models import create_model
 
 pytestmark = runs.needs_mpi
@@ -326,7 +326,7 @@ def test_a_second_ctrl_c_ends_all_workers_even_if_one_hangs(tmp_path):
     run = Workers(tmp_path / "run")
     os.kill(run.pids[1], signal.SIGSTOP)
     for _ in range(2):
-        time.sleep(2 * interrupt.SAME_SIGNAL)  # a signal that comes sooner is a duplicate
+        time.sleep(2 * loop.SAME_SIGNAL)  # a signal that comes sooner is a duplicate
         run.process.send_signal(signal.SIGINT)
     run.end()  # with any status: mpiexec ignores a worker whose status it did not receive (MPICH 5.0.2)
     assert arrays(run.folder)
