@@ -166,12 +166,12 @@ class _Comparison:
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
         shapes = [{n: np.array(a.shape) for n, a in start.items()} for start in [*self.one.start, *self.several.start]]
-        reason = f"it has arrays of other shapes ({differ(shapes)}); leave what is divided out of the state"
-        yield "compared", reason if differ(shapes) else ""
-        names = differ(self.several.start)
+        reason = f"it has arrays of other shapes ({names_that_differ(shapes)}); leave what is divided out of the state"
+        yield "compared", reason if names_that_differ(shapes) else ""
+        names = names_that_differ(self.several.start)
         reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
         yield "start", reason if names else ""
-        names = differ([*self.one.start[:1], *self.several.start[:1]])
+        names = names_that_differ([*self.one.start[:1], *self.several.start[:1]])
         reason = f"it starts with other parameters ({names}); draw them with the same seed in every {self.unit}"
         yield "compared", reason if names else ""
         wrong = self._first_wrong()
@@ -194,7 +194,7 @@ class _Comparison:
         yield "update", "" if any(moves) else reason
         other = self.driver.take(self.batches[0], [0] * self.sizes[0])
         again = self.driver.run(1, [self.batches[0], other], seed=1)
-        same = [not differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
+        same = [not names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
         reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
         yield "repeatable", "" if same[:1] == [True] else reason
         self.is_stale = same[1:] == moves[1:2] == [True]
@@ -242,7 +242,7 @@ class _Comparison:
         several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
         statistics = [{n: change[n] for n in self.unsynced} for change in self.several.steps[i].changes]
         losses = _losses(several.losses, one.losses, self.sizes[i])
-        return bool(differ(statistics) or losses or self._updates_differ(several, one, double))
+        return bool(names_that_differ(statistics) or losses or self._updates_differ(several, one, double))
 
     def _updates_differ(self, several: Step, one: Step, double: bool) -> bool:
         ignored = self.ignored | (_without_gradient([*one.grads, *several.grads]) if double else set())
@@ -301,13 +301,15 @@ class _Comparison:
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
         changes = self.several.steps[0].changes
-        if rounded := differ([{n: a for n, a in c.items() if n not in self.ignored} for c in changes]):
+        if rounded := names_that_differ([{n: a for n, a in c.items() if n not in self.ignored} for c in changes]):
             advice = "add in the same order in each, or they drift apart"
             self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
         if self.one.facts.get("left"):
             cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
-            if any(differ([a.changes[0], b.changes[0]]) for a, b in zip(cleared.steps[:2], self.one.steps[:2])):
+            if any(
+                names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(cleared.steps[:2], self.one.steps[:2])
+            ):
                 left = "a step adds to the gradients of the step before; call zero_grad after each update"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
@@ -382,13 +384,13 @@ class Evidence:
         first = self.changes[0]
         if any(self.wrong(change, {n: first[n] for n in self.names}) for change in self.changes):
             right = [self.devices[rank] for rank, change in enumerate(self.changes) if not self.wrong(change)]
-            names = differ([{n: change[n] for n in self.names} for change in self.changes])
+            names = names_that_differ([{n: change[n] for n in self.names} for change in self.changes])
             if right:
                 advice = "update each with the sum, in the same way"
                 return f"only the step of {', '.join(right)} is right ({names}); {advice}"
             advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
             return f"after a step, the replicas have different parameters ({names}); {advice}"
-        names = differ([{n: change[n] for n in self.unsynced} for change in self.changes])
+        names = names_that_differ([{n: change[n] for n in self.unsynced} for change in self.changes])
         advice = "average or broadcast them, as DDP does"
         return f"the replicas have different running statistics ({names}); {advice}" if names else ""
 
@@ -496,7 +498,7 @@ def _without_gradient(grads: Sequence[Arrays]) -> set[str]:
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
     """Whether the losses that the step returns are those of the examples, if it returns one for each."""
     expected, found = (np.concatenate([*map(np.ravel, losses), np.zeros(0)]) for losses in (one, several))
-    if len(expected) != n or len(found) != n or alike(found, expected):
+    if len(expected) != n or len(found) != n or equal_losses(found, expected):
         return ""
     advice = "compute each as on one device, from its own image and label"
     return f"the losses are not those of the batch; divide X and y in the same way, and {advice}"
@@ -508,7 +510,7 @@ def _are_means(several: Sequence[np.ndarray], one: Sequence[np.ndarray]) -> bool
     return is_single and bool(np.isclose(np.mean(several), one[0][0], rtol=1e-4))
 
 
-def alike(losses: np.ndarray, expected: np.ndarray) -> bool:
+def equal_losses(losses: np.ndarray, expected: np.ndarray) -> bool:
     """Whether losses are the same, in any order."""
     return losses.shape == expected.shape and np.allclose(np.sort(losses), np.sort(expected), rtol=1e-4, atol=1e-4)
 
@@ -555,7 +557,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def differ(devices: Sequence[Arrays]) -> str:
+def names_that_differ(devices: Sequence[Arrays]) -> str:
     """The first names of arrays that are not the same on all devices."""
     if not devices:
         return ""

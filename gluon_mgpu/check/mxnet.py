@@ -56,12 +56,12 @@ def compare(
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    load = lesson if callable(lesson) else functools.partial(executed_again, lesson)
+    load = lesson if callable(lesson) else functools.partial(fresh_copy, lesson)
     with restored_afterward():
         return judge.compare(MXNet(load, ctx, config or Config(), image_shape, classes), [len(ctx)], steps, even)
 
 
-def executed_again(lesson: ModuleType | str) -> ModuleType:
+def fresh_copy(lesson: ModuleType | str) -> ModuleType:
     """A fresh execution of a lesson's file, with the functions that were replaced in it. A lesson without a file
     is returned as it is."""
     if isinstance(lesson, str):
@@ -106,9 +106,9 @@ class MXNet(Driver):
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
         lesson = load()
-        self.plain = Config(impl=lessons.name_of(lesson), model=config.model)
-        self.same = replace(self.plain, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
-        lessons.check_settings(self.same, lesson)
+        self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
+        self.as_trained = replace(self.as_written, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
+        lessons.check_settings(self.as_trained, lesson)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
@@ -125,7 +125,7 @@ class MXNet(Driver):
     def model(self, k: int, double: bool = False) -> Any:
         """The model of a fresh lesson on k devices."""
         lesson, ctx = self.load(), self.ctx[:k]
-        config = self.same if k > 1 else self.plain
+        config = self.as_trained if k > 1 else self.as_written
         seed_generators(0)
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
         if double and type(model) is ArrayModel:
@@ -225,7 +225,7 @@ class MXNet(Driver):
         if not len(one) == len(several) == n:
             return f"a step on {n} examples returns {several.size} losses; return one for each example"
         changed = "losses are computed with parameters that this step has changed; update last"
-        return "" if judge.alike(one, still) else changed
+        return "" if judge.equal_losses(one, still) else changed
 
     def _changed_alone(self) -> str:
         """Whether `allreduce` leaves the array of a single device as it is, also if it is called again. If not, a step

@@ -158,7 +158,7 @@ def where(error: BaseException) -> str:
     return f"{f'line {lines[-1]}: ' if lines else ''}{hint or f'{type(error).__name__}: {message}'}"
 
 
-def load(file: str) -> ModuleType:
+def execute(file: str) -> ModuleType:
     """Execute the user's file."""
     spec = spec_from_file_location("step", file)
     assert spec and spec.loader

@@ -204,7 +204,7 @@ class PyTorchFile(PyTorch):
         self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
-        self.module = processes.load(self.file)
+        self.module = processes.execute(self.file)
         if hasattr(self.module, "init_net"):
             return self.module.init_net(LR)
         return {"params": self.module.init_params()}
@@ -222,7 +222,7 @@ class PyTorchFile(PyTorch):
         def draw(send: Send) -> None:
             torch.set_num_threads(1)
             data = io.BytesIO()
-            module = processes.load(self.file)
+            module = processes.execute(self.file)
             seed_all(i)
             torch.save(module.example_batch(n), data)
             send(data.getvalue())

@@ -125,7 +125,7 @@ def say_if_no_gpu(ctx: list[Context], device: str) -> None:
     import mxnet as mx
 
     if device == "auto" and mx.context.num_gpus() == 0:
-        log.say(f"training on {len(ctx)} CPU context{'s'[: len(ctx) > 1]}, because {_why_no_gpu()}")
+        log.say(f"training on {len(ctx)} CPU {log.plural(len(ctx), 'context')}, because {_why_no_gpu()}")
 
 
 def _why_no_gpu() -> str:

@@ -163,9 +163,9 @@ def _prepare() -> None:
     role = os.environ.get("DMLC_ROLE", "worker")
     if role != "worker" and not _plan.may_serve:
         raise UsageError("DMLC_ROLE", role, "MXNet would run a parameter server, which never ends; unset it")
-    if subprocesses.changed:  # by an earlier call
+    if subprocesses.set_by_startup:  # by an earlier call
         users = subprocesses.users_environment()
-        for name in subprocesses.changed:
+        for name in subprocesses.set_by_startup:
             os.environ.pop(name, None)
         os.environ.update(users)
     users = dict(os.environ)
@@ -179,7 +179,7 @@ def _prepare() -> None:
         # By default, up to 15 operators run as one, so a gradient would wait for the operators after it.
         os.environ.setdefault("MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN", "1")
     both = {name: (users.get(name), os.environ.get(name)) for name in {*users, *os.environ}}
-    subprocesses.changed = {name: (before, after) for name, (before, after) in both.items() if before != after}
+    subprocesses.set_by_startup = {name: (before, after) for name, (before, after) in both.items() if before != after}
     for variable, parameter, value in ALLOCATOR:
         if variable not in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).mallopt(parameter, value)

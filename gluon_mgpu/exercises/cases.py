@@ -112,7 +112,7 @@ def operations(arrays: Numbers) -> Numbers:
     return [*others, 2 * arrays[0] - np.sum(arrays, axis=0)]
 
 
-def first(case: str, mistakes: Mapping[str, object]) -> None:
+def raise_first(case: str, mistakes: Mapping[str, object]) -> None:
     """Raise the first Mistake whose condition holds."""
     for name, made in mistakes.items():
         if made:
@@ -139,7 +139,7 @@ def compare(
         for name, results in mistakes.items()
     }
     shown_case = f"{case}\nexpected  {shown(right)}\nfound     {shown(found)}"
-    first(shown_case, made)
+    raise_first(shown_case, made)
     name, hint = _unknown(found, right, before)
     raise Mistake(name, f"{shown_case}{hint}")
 

@@ -124,4 +124,4 @@ def process(answer: Function) -> None:
             case += f"\nsent in call {i} of all_reduce:  {shown(arrays)}"
         compare(f"{case}\nw in each process:", replicas, w - lr * gradient / n, mistakes, [w] * k)
         alone = k > 1 and (not sent or whole or sum(map(np.any, sent)) < k)
-        cases.first(case, {"whole-batch": alone})
+        cases.raise_first(case, {"whole-batch": alone})

@@ -46,7 +46,7 @@ def split(answer: Function) -> None:
             "unbalanced": max(sizes) - min(sizes) > 1,
             "random-order": _rows(answer(data, ctx)) != found,
         }
-        cases.first(case, mistakes)
+        cases.raise_first(case, mistakes)
 
 
 def step(answer: Function) -> None:
@@ -61,7 +61,7 @@ def step(answer: Function) -> None:
                 answer(nd.array(X), nd.array(y), [[p] for p in params], contexts(k), lr)
             except MXNetError as error:
                 shapes = re.search(r"shapes \[(20|21|61)\] \[(20|21|61)\]", str(error))
-                cases.first(f"{n} examples on {k} devices: {shapes and shapes[0]}", {"mixed-up": shapes})
+                cases.raise_first(f"{n} examples on {k} devices: {shapes and shapes[0]}", {"mixed-up": shapes})
                 raise
         found, sums = values(params), values([p.grad for p in params])
         own, gradient, cut = cases.gradients_of(X, y, w, k), cases.gradient_of(X, y, w), n - n % k
@@ -109,7 +109,7 @@ def step(answer: Function) -> None:
         if by_backward:
             case = f"{case}\ngradients after backward:  {shown(computed)}\ngradients after the step:  {shown(sums)}"
         compare(f"{case}\nw on each device:", found, w - lr * gradient / n, mistakes, [w] * k)
-        cases.first(case, {name: mistakes[name] for name in ("whole-batch", "idle-devices")})
+        cases.raise_first(case, {name: mistakes[name] for name in ("whole-batch", "idle-devices")})
         if not any(isinstance(event, Wait) for event in events):
             _check_work(case, events, k, [n])
         cases.only_queues(case, events)
@@ -182,7 +182,7 @@ def accumulate(answer: Function) -> None:
             case = f"step {round}, parts of {', '.join(map(str, sizes))} examples, {k} devices, lr {lr}"
             compare(f"{case}; w on each device:", values(params), right, mistakes, [w] * k)
             case = f"{case}; backward passes of each device: {shares}"
-            cases.first(case, {"whole-batch": whole, "idle-devices": idle, "one-part": few})
+            cases.raise_first(case, {"whole-batch": whole, "idle-devices": idle, "one-part": few})
             if not any(isinstance(event, Wait) for event in events):
                 _check_work(case, events, k, sizes)
             cases.only_queues(case, events)
@@ -209,7 +209,7 @@ def predict(answer: Function) -> None:
             "whole-batch": computed > n,
             "drops-examples": computed < n,
         }
-        cases.first(case, mistakes)
+        cases.raise_first(case, mistakes)
         found, right = values([cases.array(classes)]), scores.argmax(axis=1).astype(float)
         in_order = Counter(found[0]) == Counter(right)
         compare(case, found, right, {"scores": [2.0 * scores.max(axis=1)], "wrong-order": in_order})
@@ -288,7 +288,7 @@ def stats(answer: Function) -> None:
     case = f"{K} devices, each with means and variances of 2 channels in layer 1, then in layer 2:\n{shown(before)}"
     compare(case, found, mean, mistakes, before)
     cases.copies(case, events, 2 * (K - 1) * mean.size, allow_numpy=True)
-    cases.first(case, {"changes-others": not cases.same(_numbers(net, ".*(gamma|beta)"), others)})
+    cases.raise_first(case, {"changes-others": not cases.same(_numbers(net, ".*(gamma|beta)"), others)})
 
 
 class Devices:
@@ -368,7 +368,7 @@ def overlap(answer: Function) -> None:
         "copies-missing": done.count("copy") < len(parts) or {result.context for result in results} != {host},
         "returns-early": first_wait == len(done),
     }
-    cases.first(case, mistakes)
+    cases.raise_first(case, mistakes)
     right = values([part * 10 for part in parts])
     compare(case, values(results), right, {"one-buffer": right, "wrong-order": [right[::-1]]})
     cases.listed(results, shape=parts[0].shape)

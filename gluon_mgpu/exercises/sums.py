@@ -13,6 +13,7 @@ from mxnet import Context, nd
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Copy, Function, Numbers, compare, contexts, recording, shown, values
+from gluon_mgpu.support.log import plural
 
 SHAPES = [(2, 2), (2,), (5,), (1,), (1,), (1, 3)]  # for buckets
 
@@ -36,7 +37,7 @@ def _reduce(answer: Function, k: int, *shape: int) -> tuple[str, Numbers, Number
         "over-elements": [np.full(n, np.sum(before)), [np.full(n, x.sum()) for x in before]],
     }
     kind = f"arrays of shape {shape}: " if len(shape) > 1 else ""
-    return f"{k} device{'s'[: k > 1]} with {kind}{shown(before)}", before, found, events, mistakes
+    return f"{k} {plural(k, 'device')} with {kind}{shown(before)}", before, found, events, mistakes
 
 
 def _counts(found: Numbers, before: Numbers) -> dict[str, bool]:
@@ -82,7 +83,7 @@ def tree(answer: Function) -> None:
         try:
             case, before, found, events, mistakes = _reduce(answer, k, 2)
         except IndexError as error:
-            cases.first(f"{k} devices: IndexError: {error}", {"powers-of-2": k in (3, 5, 6, 7)})
+            cases.raise_first(f"{k} devices: IndexError: {error}", {"powers-of-2": k in (3, 5, 6, 7)})
             raise
         total = np.sum(before, axis=0)
         counted = _counts(found, before) if k <= 4 else {}
@@ -247,7 +248,7 @@ def buckets(answer: Function) -> None:
             "first-layer-first": sent == forward != right,
             "wrong-buckets": sent != right,
         }
-        cases.first(case, mistakes)
+        cases.raise_first(case, mistakes)
 
 
 def block(answer: Function) -> None:
@@ -281,7 +282,7 @@ def block(answer: Function) -> None:
             [right.ravel(), *[(part + extra).ravel() for part in parts[1:]]] for extra in (0, b2)
         ]
         mistakes["no-sum"] = [[(part + extra).ravel() for part in parts] for extra in (0, b2)]
-        case = f"{n} examples, {d} inputs, {h} hidden values, {m} outputs, {k} device{'s'[: k > 1]}"
+        case = f"{n} examples, {d} inputs, {h} hidden values, {m} outputs, {k} {plural(k, 'device')}"
         compare(f"{case}; the outputs on each device:", found, right.ravel(), mistakes)
         for array in result:
             cases.listed([array], shape=(n, m))
@@ -305,4 +306,4 @@ def _check_block(case: str, events: list[Any], ctx: Sequence[Context], h: int, X
             "no-copy": found < mine,
             "too-much-traffic": found > most,
         }
-        cases.first(f"{case}; {device} received {found} numbers, and sent {sent[device]}", mistakes)
+        cases.raise_first(f"{case}; {device} received {found} numbers, and sent {sent[device]}", mistakes)

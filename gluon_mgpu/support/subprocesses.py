@@ -25,7 +25,7 @@ END = "\0end of output\n"  # `run` itself writes this into a pipe that a process
 running: set[subprocess.Popen[str]] = set()  # processes that `run` has started
 
 # What `compat.startup` changed: {variable: (the user's value, new value)}; None: not set
-changed: dict[str, tuple[str | None, str | None]] = {}
+set_by_startup: dict[str, tuple[str | None, str | None]] = {}
 
 
 class Finished(NamedTuple):
@@ -37,8 +37,8 @@ class Finished(NamedTuple):
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without the changes in `changed`, for a child process that calls `configure` itself."""
-    restored = {name: before for name, (before, after) in changed.items() if os.environ.get(name) == after}
+    """The environment without the changes in `set_by_startup`, for a child process that calls `configure` itself."""
+    restored = {name: before for name, (before, after) in set_by_startup.items() if os.environ.get(name) == after}
     return {name: value for name, value in {**os.environ, **restored}.items() if value is not None}
 
 

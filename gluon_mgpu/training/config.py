@@ -24,7 +24,7 @@ from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
 
 SCHEDULES = ("constant", "cosine")
 LESSONS = ("scratch", "highlevel", "sharded")
-COPIED = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
+FAMILIES = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
 
 
 class Numbers(click.ParamType):
@@ -186,7 +186,7 @@ class Config:
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
-        lessons=COPIED,
+        lessons=FAMILIES,
         changeable=True,
     )
     zero: int = declare(
@@ -203,7 +203,7 @@ class Config:
         "Sum gradients in this process (local), or over several processes that mpiexec has started (mpi). See "
         "docs/several-machines.md.",
         "Several processes",
-        lessons=COPIED,
+        lessons=FAMILIES,
         recorded=False,
     )
     out: str | Path | None = declare(

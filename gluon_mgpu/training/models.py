@@ -68,7 +68,7 @@ class ArrayModel(Model):
 
 
 class GluonModel(Model):
-    """written: the network as the lesson writes it, with all its replicas. net: the network that computes, which is the
+    """lesson_net: the network as the lesson writes it, with all its replicas. net: the network that computes, which is the
     same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
     def __init__(self, *args: Any) -> None:
@@ -76,7 +76,7 @@ class GluonModel(Model):
         config, ctx = self.config, self.ctx
         network = networks.get(config.model)
         self.draws = not (is_unchanged(self.lesson) and (network is None or network.build is networks.lenet_max))
-        self.written = self.net = self._create_net()
+        self.lesson_net = self.net = self._create_net()
         if config.tune:
             self.net = self._tuned()
         params = self._params()
@@ -118,14 +118,14 @@ class GluonModel(Model):
         if self.ctx[0].device_type != "cpu" or mx.__version__ >= "2":
             advice = f"needs CPU contexts and MXNet 1.9.1, not {self.ctx[0]} and {mx.__version__}"
             raise UsageError("tune", True, advice)
-        net = tuning.tuned(self.written)
+        net = tuning.tuned(self.lesson_net)
         net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         return net
 
     def _params(self) -> dict[str, gluon.Parameter]:
         """The network's parameters by Gluon's names, each once, even if several layers share it."""
         names: dict[gluon.Parameter, str] = {}
-        for name, parameter in self.written._collect_params_with_prefix().items():
+        for name, parameter in self.lesson_net._collect_params_with_prefix().items():
             names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 
@@ -162,11 +162,11 @@ class GluonModel(Model):
         self.trainer.update(batch_size)
 
     def export(self, prefix: str) -> None:
-        if not isinstance(self.written, gluon.HybridBlock):
+        if not isinstance(self.lesson_net, gluon.HybridBlock):
             raise UsageError("model", self.config.model, "not a HybridBlock, so it has no graph to convert")
-        self.written.hybridize()
-        self.written(nd.zeros((1, *self.image_shape), ctx=self.ctx[0]))  # export needs a graph
-        self.written.export(prefix)
+        self.lesson_net.hybridize()
+        self.lesson_net(nd.zeros((1, *self.image_shape), ctx=self.ctx[0]))  # export needs a graph
+        self.lesson_net.export(prefix)
 
 
 class ShardedModel(Model):

@@ -72,7 +72,6 @@ def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:
             fast.add(layer)
     if padded > channels:
         fast.add(FirstChannels(channels))
-    fast.hybridize(static_alloc=True, static_shape=True)
     return fast
 
 
