@@ -68,8 +68,8 @@ class ArrayModel(Model):
 
 
 class GluonModel(Model):
-    """lesson_net: the network as the lesson writes it, with all its replicas. net: the network that computes, which is the
-    same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
+    """lesson_net: the network as the lesson writes it, with all its replicas. net: the network that computes, which is
+    the same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
