@@ -236,8 +236,14 @@ def fetch(name: str) -> Path:
 
 def read(folder: Path, name: str) -> Dataset:
     """Read data set `name` from the four files in `folder`, as read-only arrays. Raises Error if a file is damaged."""
-    arrays = [own_data.parse_idx(_content(_path(folder, file), name)) for file in SHA256[name]]
+    arrays = [_parse_idx(_content(_path(folder, file), name)) for file in SHA256[name]]
     return Dataset(name, arrays[0][:, None], arrays[1], arrays[2][:, None], arrays[3], str(folder))
+
+
+def _parse_idx(content: bytes) -> np.ndarray:
+    """Parse an IDX file of unsigned bytes: two zeros, the type 8, the number of dimensions, their sizes."""
+    start = 4 + 4 * content[3]
+    return np.frombuffer(content, np.uint8, offset=start).reshape(np.frombuffer(content[4:start], ">u4"))
 
 
 def content(name: str, file: str, data_dir: str | Path | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads your own images and labels, from a .npz file or from four IDX files, and checks them."""
+"""Reads your own images and labels from a .npz file, and checks them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gluon_mgpu.support import files, log
+from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz
-NEEDED = f"one .npz file with {', '.join(PARTS)}, or four IDX files such as train-images-idx3-ubyte (plain or .gz)"
+NEEDED = f"one .npz file with {', '.join(PARTS)}"
 
 if TYPE_CHECKING:  # Python 3.8, which old programs use, has no such type
     Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
@@ -29,14 +29,11 @@ def read(folder: str | Path) -> Parts:
         return checked(*_read_npz(folder))
     if not os.path.isdir(folder):
         raise UsageError("data_dir", folder, "must be a folder or a .npz file that exists")
-    archives, idx = sorted(folder.glob("*.npz")), sorted(folder.glob("*[-.]idx?-ubyte*"))
+    archives = sorted(folder.glob("*.npz"))
+    if len(archives) != 1:
+        raise UsageError("data_dir", folder, f"contains {len(archives)} .npz files: it needs {NEEDED}")
     try:
-        if len(archives) == 1:
-            return checked(*_read_npz(archives[0]))
-        if archives or not idx:
-            problem = f"contains {len(archives)} .npz files" if archives else "does not contain your data"
-            raise UsageError("data_dir", folder, f"{problem}: it needs {NEEDED}")
-        return checked(*(_read_idx(_file(folder, idx, part)) for part in PARTS))
+        return checked(*_read_npz(archives[0]))
     except UsageError as error:
         raise UsageError("data_dir", folder, str(error)) if error.name in PARTS else error from None
 
@@ -105,30 +102,4 @@ def _read_npz(path: Path) -> list[np.ndarray]:
     except UsageError:
         raise
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
-        raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None
-
-
-def _file(folder: Path, candidates: list[Path], part: str) -> Path:
-    """The IDX file with this part of the data, such as train-images-idx3-ubyte.gz."""
-    half, what = part.split("_")
-    matches = [file for file in candidates if what in file.name and ("train" in file.name) == (half == "train")]
-    if len(matches) != 1:
-        names = ", ".join(file.name for file in matches) or "none"
-        raise UsageError("data_dir", folder, f"must contain one IDX file with the {half} {what}, found {names}")
-    return matches[0]
-
-
-def parse_idx(content: bytes) -> np.ndarray:
-    """Parse an IDX file of unsigned bytes: two zeros, the type 8, the number of dimensions, their sizes. Raises
-    ValueError if it is another file."""
-    if content[:3] != b"\0\0\x08":
-        raise ValueError("not an IDX file of unsigned bytes")
-    start = 4 + 4 * content[3]
-    return np.frombuffer(content, np.uint8, offset=start).reshape(np.frombuffer(content[4:start], ">u4"))
-
-
-def _read_idx(path: Path) -> np.ndarray:
-    try:
-        return parse_idx(files.read_decompressed(path))
-    except (ValueError, IndexError, MemoryError) as error:
         raise Error(f"{path}: cannot be read ({error or type(error).__name__}); replace it") from None

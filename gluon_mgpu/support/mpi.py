@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import atexit
 import fcntl
 import os
 import signal
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 SECONDS_TO_START = 120  # for all processes; MPI would wait forever for one that has failed before
 SECONDS_FOR_WORKER_0 = 1.0
 SECONDS_TO_READ = 2.0  # for mpiexec to read the error
-ENDED = 1  # tag of the message that a worker sends when its program ends
 
 
 def world() -> MPI.Intracomm:
@@ -43,25 +41,6 @@ def world() -> MPI.Intracomm:
         if alarm:
             signal.alarm(0)
     return MPI.COMM_WORLD
-
-
-def meet(comm: MPI.Intracomm) -> None:
-    """Wait until all processes have called this. Raises Error if the program of one of them has ended, for example with
-    an exception between two trainings: MPI would wait forever."""
-    from mpi4py import MPI
-
-    atexit.unregister(_say_that_this_worker_has_ended)  # from an earlier call
-    atexit.register(_say_that_this_worker_has_ended, comm)
-    arrived, message = comm.Ibarrier(), MPI.Status()
-    while not arrived.Test():
-        if comm.Iprobe(tag=ENDED, status=message):
-            raise Error(f"worker {message.source}'s program has ended, but this worker has begun another training run")
-        time.sleep(0.01)
-
-
-def _say_that_this_worker_has_ended(comm: MPI.Intracomm) -> None:
-    for other in range(comm.size):
-        comm.Isend(b"", other, ENDED)
 
 
 def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn:

@@ -125,7 +125,7 @@ class Config:
     data_dir: str | Path | None = declare(
         None,
         FILE,
-        "Folder that contains the data set; for own, a .npz file or IDX files. Default: GLUON_MGPU_DATA if it is set, "
+        "Folder that contains the data set; for own, a .npz file. Default: GLUON_MGPU_DATA if it is set, "
         "else the folders listed in docs/training.md, else a download.",
         "Network and data",
         "DIR",

@@ -135,7 +135,6 @@ def join(kvstore: str) -> Iterator[Group]:
         advice = f"{log.size()} processes were started, but not by the mpiexec of mpi4py's library, {library}"
         raise UsageError("kvstore", kvstore, advice)
     try:
-        mpi.meet(comm)
         startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
         yield Workers(comm)
     except Interrupted:  # raised by all workers at the same step

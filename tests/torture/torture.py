@@ -9,7 +9,6 @@ can suddenly no longer grow, as on a full disk. Then the run must be resumable, 
 """
 
 import argparse
-import gzip
 import hashlib
 import io
 import json
@@ -280,15 +279,6 @@ def make_own_data(rng):
     return {"data.npz": archive(rng, arrays | {f"{part}_labels": np.arange(4) for part in ("train", "test")})}
 
 
-def make_idx(rng):
-    whole = struct.pack(">IIII", 2051, 10000, 28, 28) + rng.randbytes(784)
-    packed = gzip.compress(whole, mtime=0)
-    content = rng.choice((whole, mutated(rng, whole), mutated(rng, packed), packed[: rng.randrange(len(packed))]))
-    if rng.random() < 0.01:
-        content = gzip.compress(bytes(1 << 20), 1) * (BOMB >> 20)
-    return dict.fromkeys(datasets.SHA256["mnist"], content)
-
-
 def make_image(rng):
     width, kind = rng.choice((1, 28, 300)), rng.choice(evaluate.FORMATS)
     image = table.Image.frombytes("L", (width, 28), rng.randbytes(28 * width)).convert(rng.choice(("L", "RGB")))
@@ -315,7 +305,6 @@ def read_network(folder):
 READERS = {  # {name: (make(rng) -> {file: content}, read(folder))}
     "checkpoint": (make_checkpoint, read_checkpoint),
     "own data": (make_own_data, lambda folder: datasets.load("own", folder)),
-    "idx": (make_idx, lambda folder: datasets.load("own", folder)),
     "images": (make_image, lambda folder: evaluate.read_image(folder / "image.png", (3, 8, 8))),
     "network": (make_network, read_network),
 }

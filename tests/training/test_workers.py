@@ -223,25 +223,6 @@ def test_an_exception_in_one_worker_of_a_users_program_ends_all(cwd):
 
 
 @pytest.mark.slow
-def test_an_exception_between_two_trainings_ends_all_and_the_programs_own_alarm_stays_set():
-    code = """
-import json, os, signal, sys
-from gluon_mgpu import train
-signal.setitimer(signal.ITIMER_REAL, 600, 5)
-options = json.loads(sys.argv[1])
-train(**options)
-if os.environ["PMI_RANK"] == "1":
-    left, interval = signal.getitimer(signal.ITIMER_REAL)
-    raise ValueError(f"0 < {left} < 600 and {interval} == 5")
-train(**options)
-"""
-    options = {**SYNTHETIC, "limit": 64, "kvstore": "mpi"}
-    done = mpiexec((2, sys.executable, "-c", code, json.dumps(options)))
-    assert done.returncode == 1 and re.search("^error: ", done.stderr, re.MULTILINE), done.stderr  # in any order
-    assert eval(re.search("ValueError: (.*)", done.stderr)[1])
-
-
-@pytest.mark.slow
 def test_workers_do_not_wait_forever_for_one_that_has_failed_early():
     code = "from gluon_mgpu.support import mpi; mpi.SECONDS_TO_START = 1; mpi.world()"
     done = mpiexec((1, sys.executable, "-c", code), (1, "false"))
