@@ -139,12 +139,12 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
         for name in reversed(names or tuple(SETTINGS)):
             default, declared = getattr(Config, name), SETTINGS[name]
             how = {"type": declared.type, "help": declared.help, "group": declared.group, "metavar": declared.metavar}
-            how["show_default"] = name in changes or declared.show_default
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
                 flag += f"/--no-{flag[2:]}"
                 how |= {"is_flag": True, "type": None, "metavar": None}
-            command = option(flag, name, **{"default": default, **how, **changes.get(name, {})})(command)
+            how["default"] = declared.typed or default
+            command = option(flag, name, **{**how, **changes.get(name, {})})(command)
         return command
 
     return decorate

@@ -149,6 +149,7 @@ def find(paths: Sequence[str]) -> list[Answer]:
     path does not exist, or if a folder contains no such file."""
     empty: list[Answer] = []
     students: dict[str, str] = {}  # {file: its student}
+    several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
     for path in paths:
         if not Path(path).exists():
             raise UsageError(None, path, "does not exist")
@@ -157,16 +158,17 @@ def find(paths: Sequence[str]) -> list[Answer]:
             continue
         folders = os.walk(path, followlinks=True)
         inside = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(SUFFIXES))
+        prefix = os.path.join(path, "") if several else ""
         within = {file: file.relative_to(path).parts for file in inside}
         within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
         if not within:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, parts in within.items():
-            students.setdefault(str(file), parts[0] if len(parts) > 1 else "")
+            students.setdefault(str(file), prefix + parts[0] if len(parts) > 1 else "")
         with_files = {parts[0] for parts in within.values() if len(parts) > 1}
         for folder in sorted(Path(path).iterdir()) if with_files else []:
             if folder.is_dir() and folder.name[0] not in "._" and folder.name not in with_files:
                 problem = f"contains no {' or '.join(SUFFIXES)} file"
-                empty.append(Answer(str(folder), problem=problem, student=folder.name))
+                empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
     found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
     return found + empty

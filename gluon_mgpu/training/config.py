@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     """How a setting is declared. type: checks and converts values, on the command line and from Python.
 
     group: the heading in --help. lessons: those, and their copies, that have the setting. changeable: whether a resumed
-    run may change it. recorded: whether the run's folder keeps it. show_default: how --help shows the default.
+    run may change it. recorded: whether the run's folder keeps it. typed: the default, as a user would type it.
     """
 
     type: click.ParamType
@@ -69,7 +69,7 @@ class Setting(NamedTuple):
     lessons: Sequence[str] = LESSONS
     changeable: bool = False
     recorded: bool = True
-    show_default: bool | str = True
+    typed: str | None = None
 
 
 def declare(default: Any, *args: Any, **options: Any) -> Any:
@@ -99,7 +99,7 @@ class Config:
         "N|I,J,...",
         changeable=True,
         recorded=False,
-        show_default="1",
+        typed="1",
     )
     batch_size: int = declare(256, COUNT, "Examples per step, across all devices.")
     lr: float = declare(0.2, FloatRange(0, min_open=True), "Learning rate.")
