@@ -248,10 +248,11 @@ def test_a_state_of_any_values_is_accepted_and_left_as_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lessons_state_is_refused_on_other_devices(tmp_path):
+def test_a_lessons_state_is_refused_on_other_devices_and_by_a_lesson_without_state(tmp_path):
     train(feedback_lesson(tmp_path), out=tmp_path / "run", epochs=1)
-    with pytest.raises(Error):
-        train(feedback_lesson(tmp_path), devices=3, resume=tmp_path / "run")
+    for impl, devices in ((feedback_lesson(tmp_path), 3), ("scratch", 2)):
+        with pytest.raises(Error):
+            train(impl, devices, resume=tmp_path / "run")
 
 
 def test_versions_that_changed_and_settings_of_other_versions_are_named(begun, capsys):
