@@ -20,6 +20,7 @@ import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare
 from gluon_mgpu.check.processes import Send
+from gluon_mgpu.training.lessons import execute
 
 LR = 0.1
 
@@ -45,7 +46,7 @@ class JAX(Driver):
 
     def batch(self, i: int, n: int) -> Any:
         """The file's own `example_batch(n)`, or images."""
-        module = processes.execute(self.file)
+        module = execute("step", self.file)
         if not hasattr(module, "example_batch"):
             return super().batch(i, n)
         np.random.seed(i)
@@ -56,7 +57,7 @@ class JAX(Driver):
         return jax.tree.map(lambda array: array[[*examples]], batch)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        split_and_load = getattr(processes.execute(self.file), "split_and_load", None)
+        split_and_load = getattr(execute("step", self.file), "split_and_load", None)
         if not split_and_load:
             return None
         return [np.asarray(part).astype(int).tolist() for part in split_and_load(np.arange(n), jax.devices("cpu")[:k])]
@@ -69,7 +70,7 @@ class JAX(Driver):
             return jax.tree.map(lambda a: a.astype(dtype) if is_own(a) else a, nest)
 
         try:
-            module = processes.execute(self.file)
+            module = execute("step", self.file)
             params = module.init_params()  # in float32 also if the steps are in float64, for the same random numbers
             with _watched(session.facts, double):
                 get = getattr(module, "get_params", jax.device_put)
@@ -89,7 +90,7 @@ class JAX(Driver):
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         if is_wrong:
             return
-        module = processes.execute(self.file)
+        module = execute("step", self.file)
         X, *_ = self.batch(0, 11)
         yield "accuracy", of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
 

@@ -8,17 +8,14 @@ import os
 import re
 import signal
 import site
-import sys
 import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.support.errors import Error
@@ -156,12 +153,3 @@ def where(error: BaseException) -> str:
     message = re.sub(r"^(\[.+?\]|MXNetError:) ", "", message)[:160]  # without gloo's own line
     hint = next((hint for part, hint in HINTS.items() if re.search(part, str(error))), "")
     return f"{f'line {lines[-1]}: ' if lines else ''}{hint or f'{type(error).__name__}: {message}'}"
-
-
-def execute(file: str) -> ModuleType:
-    """Execute the user's file."""
-    spec = spec_from_file_location("step", file)
-    assert spec and spec.loader
-    module = sys.modules["step"] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -38,6 +38,7 @@ from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.training.lessons import execute
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
@@ -204,7 +205,7 @@ class PyTorchFile(PyTorch):
         self.file, self.text = file, Path(file).read_text(errors="replace")
 
     def _make(self, rank: int, world: int) -> Any:
-        self.module = processes.execute(self.file)
+        self.module = execute("step", self.file)
         if hasattr(self.module, "init_net"):
             return self.module.init_net(LR)
         return {"params": self.module.init_params()}
@@ -222,7 +223,7 @@ class PyTorchFile(PyTorch):
         def draw(send: Send) -> None:
             torch.set_num_threads(1)
             data = io.BytesIO()
-            module = processes.execute(self.file)
+            module = execute("step", self.file)
             seed_all(i)
             torch.save(module.example_batch(n), data)
             send(data.getvalue())

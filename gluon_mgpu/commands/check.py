@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -17,7 +17,8 @@ from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.support.params import FloatRange
 from gluon_mgpu.training.config import Config, Numbers
 
-SETTINGS = ("model", "hybridize", "tune", "zero")  # of the step
+OF_STEP = ("model", "hybridize", "tune", "zero")  # settings
+OF_LESSONS = (*OF_STEP, "gpus", "device", "dataset", "data_dir")  # settings for MXNet only
 OWN = {"default": None, "type": click.Choice(["own"]), "help": "own: take the shape and the classes of your own data."}
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
 CLAIMS = {
@@ -59,7 +60,7 @@ CLAIMS = {
     default=60,
     help="Time limit for a step in PyTorch; in JAX, five times that for all steps.",
 )
-@common.settings(*SETTINGS, "gpus", "device", "dataset", "data_dir", gpus={"default": 2}, dataset=OWN)
+@common.settings(*OF_LESSONS, gpus={"default": 2}, dataset=OWN)
 @click.pass_context
 def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
     """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of
@@ -68,11 +69,11 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
 
     The images are random. With --dataset own, they have the shape and the classes of your data."""
     steps, even, framework = options.pop("steps"), options.pop("even"), checks.framework(lesson)
-    for name in [*SETTINGS, "gpus", "device", "dataset", "data_dir"] if framework else OF_FILES:
+    for name in OF_LESSONS if framework else OF_FILES:
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             raise UsageError(name, None, f"only for {'MXNet' if framework else 'PyTorch and JAX'}")
     if framework:
-        _print(context, lesson, checks.compare_file(lesson, processes, steps, even, seconds))
+        _print_and_exit(context, lesson, checks.compare_file(lesson, processes, steps, even, seconds))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     if options["data_dir"] is not None and options["dataset"] != "own":
         raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
@@ -84,11 +85,11 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
     if options["dataset"]:
         own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
-    config = Config(impl=lesson, **{name: options[name] for name in SETTINGS})
-    _print(context, lesson, compare(lesson, ctx, config, shape, classes, steps, even))
+    config = Config(impl=lesson, **{name: options[name] for name in OF_STEP})
+    _print_and_exit(context, lesson, compare(lesson, ctx, config, shape, classes, steps, even))
 
 
-def _print(context: click.Context, lesson: str, report: Report) -> None:
+def _print_and_exit(context: click.Context, lesson: str, report: Report) -> NoReturn:
     words = {"unit": report.unit, "units": UNITS[report.unit]}
     rows = [["no" if r else "yes", CLAIMS[claim].format(**words), r] for claim, r in report.claims.items()]
     for line in [*log.table(rows, align="<"), *report.notes, f"{lesson} {report.line}"]:

@@ -41,10 +41,10 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
         original = importlib.import_module(f"gluon_mgpu.{impl}")
         name, path = original.__name__, str(original.__file__)
         if not functions:
-            return _execute(name, path) if fresh else original
+            return execute(name, path) if fresh else original
     if not path.endswith(".py") or not os.path.isfile(path):
         raise UsageError("impl", impl, f"must be one of {', '.join(LESSONS)}, or a Python file (.py) that exists")
-    lesson = _execute(f"{impl} (own {', '.join(functions)})" if functions else name, path)
+    lesson = execute(f"{impl} (own {', '.join(functions)})" if functions else name, path)
     for function in functions:
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
@@ -55,7 +55,7 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
     return lesson
 
 
-def _execute(name: str, path: str) -> ModuleType:
+def execute(name: str, path: str) -> ModuleType:
     """Execute a file as a new module."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
