@@ -36,8 +36,8 @@ os._exit(0)  # MXNet would wait for the operator's thread, and that for Python
 """
 
 
-def held_back(code, seconds=HORIZON, **environment):
-    return output(HELD_BACK.format(code=code, seconds=seconds), **environment).split()[-1]
+def held_back(code, seconds=HORIZON):
+    return output(HELD_BACK.format(code=code, seconds=seconds)).split()[-1]
 
 
 def test_products_are_numpys_on_the_device_of_their_matrix():
@@ -69,22 +69,6 @@ def test_calls_return_before_their_operand_is_there():
 @pytest.mark.slow
 def test_a_blocking_copy_waits_for_its_array():
     assert held_back("asynchrony.copy_to_cpu([held]); let_go.set()", seconds=1) == "False"
-
-
-# Waits for cpu(1)'s products while cpu(0)'s cannot start.
-INDEPENDENT = """
-products = [asynchrony.run(x, 100) for x in (held, matrices[1])]
-for p in products[1]:
-    p.wait_to_read()
-let_go.set()
-nd.waitall()
-"""
-
-
-@pytest.mark.slow
-def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product():
-    assert held_back(INDEPENDENT, MXNET_CPU_TEMP_COPY="200") == "True"
-    assert held_back(INDEPENDENT, seconds=1, MXNET_CPU_TEMP_COPY="64") == "False"
 
 
 @pytest.mark.slow

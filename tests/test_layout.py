@@ -50,13 +50,6 @@ def test_imports_only_go_down_except_that_an_own_lesson_is_checked_before_it_is_
     assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
 
 
-def test_the_training_loop_does_not_know_the_lessons():
-    names = {"scratch", "highlevel", "sharded", "lenet", "resnet18"}
-    for name in ("loop", "step", "folder", "workers", "model", "checkpoint", "interrupt", "state"):
-        tree = ast.parse((ROOT / "training" / f"{name}.py").read_text())
-        assert not names & {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}, name
-
-
 def test_modules_that_are_needed_before_mxnet_do_not_import_it():
     modules = "gluon_mgpu.training.lessons, gluon_mgpu.training.train, gluon_mgpu.training.folder"
     assert output(f"import sys, {modules}; print('mxnet' in sys.modules)") == "False\n"
