@@ -1,4 +1,4 @@
-"""find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; Slurm's script; the wheel."""
+"""find-python.sh, with stand-ins for machines and Pythons; what the Makefile rebuilds; the wheel."""
 
 import os
 import shutil
