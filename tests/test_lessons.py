@@ -111,6 +111,7 @@ def test_train_calls_every_function_of_the_lesson(module, own, monkeypatch):
 def test_a_setting_that_replaces_a_function_of_a_changed_lesson_says_so(changes, not_called, capsys):
     lesson = lessons.load("scratch", forward_backward=lambda *args: scratch.forward_backward(*args))
     train(lesson, 2, 64, LR, **changes, **OPTIONS)
+    build(lesson, 2, **changes)  # as in evaluate, where no step runs
     said = [line for line in capsys.readouterr().err.splitlines() if "does not call your own" in line]
     assert len(said) == bool(not_called) and all(name in said[0] for name in not_called)
 
