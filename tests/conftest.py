@@ -1,8 +1,6 @@
 import gc
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -68,18 +66,6 @@ def required(report, config):
         if not reason.startswith(MAY_BE_MISSING):
             report.outcome, report.longrepr = "failed", f"skipped, but --no-skips is set: {reason}"
     return report
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
-    """The package's wheel. It is built from a copy, because a build writes to the source folder."""
-    folder = tmp_path_factory.mktemp("wheel")
-    omitted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
-    shutil.copytree(ROOT, folder / "source", ignore=omitted)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
-    subprocess.run([*pip, folder / "source"], cwd=folder, check=True)
-    (found,) = folder.glob("*.whl")
-    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

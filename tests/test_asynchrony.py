@@ -11,33 +11,39 @@ from runs import HORIZON, output, overlap
 
 from gluon_mgpu import asynchrony
 
-# A custom operator that ends only when it is told to, so that nothing depends on the speed of the machine.
-HELD_BACK = """
+# A custom operator that ends when it is told to, so that nothing depends on the speed of the machine.
+HELD_BACK = f"""
 import os, threading
 import gluon_mgpu
 gluon_mgpu.configure(2)
 import mxnet as mx
 from mxnet import nd
 from gluon_mgpu import asynchrony
-let_go, in_time = threading.Event(), []
+let_go, in_time, seconds = threading.Event(), [], {HORIZON}
 class HeldBack(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
-        in_time.append(let_go.wait({seconds}))
+        in_time.append(let_go.wait(seconds))
         self.assign(out_data[0], req[0], in_data[0])
 @mx.operator.register("held_back")
 class HeldBackProp(mx.operator.CustomOpProp):
     def create_operator(self, ctx, shapes, dtypes):
         return HeldBack()
-matrices = asynchrony.matrices([mx.cpu(0), mx.cpu(1)], 8)
-held = nd.Custom(matrices[0], op_type="held_back")
-{code}
+x = nd.ones((8, 8), mx.cpu(1))
+held = nd.Custom(x, op_type="held_back")
+products = asynchrony.run(held, 5) + asynchrony.copy_to_cpu([held], non_blocking=True)
+let_go.set()
+nd.waitall()
+let_go.clear()
+seconds = 1
+asynchrony.copy_to_cpu([nd.Custom(x, op_type="held_back")])
+let_go.set()
 print(*in_time, flush=True)
 os._exit(0)  # MXNet would wait for the operator's thread, and that for Python
 """
 
 
-def held_back(code, seconds=HORIZON, **environment):
-    return output(HELD_BACK.format(code=code, seconds=seconds), **environment).split()[-1]
+def test_calls_return_before_their_operand_is_there_except_a_blocking_copy():
+    assert output(HELD_BACK).splitlines()[-1] == "True False"
 
 
 def test_products_are_numpys_on_the_device_of_their_matrix():
@@ -59,32 +65,6 @@ def test_copies_are_new_arrays_in_host_memory(non_blocking):
     for copy, expected in zip(copies, values):
         assert copy.context == mx.cpu()
         np.testing.assert_array_equal(copy.asnumpy(), expected)
-
-
-def test_calls_return_before_their_operand_is_there():
-    code = "products = asynchrony.run(held, 5) + asynchrony.copy_to_cpu([held], non_blocking=True); let_go.set()"
-    assert held_back(f"{code}; nd.waitall()") == "True"  # not after the time that a call which waits would take
-
-
-@pytest.mark.slow
-def test_a_blocking_copy_waits_for_its_array():
-    assert held_back("asynchrony.copy_to_cpu([held]); let_go.set()", seconds=1) == "False"
-
-
-# Waits for cpu(1)'s products while cpu(0)'s cannot start.
-INDEPENDENT = """
-products = [asynchrony.run(x, 100) for x in (held, matrices[1])]
-for p in products[1]:
-    p.wait_to_read()
-let_go.set()
-nd.waitall()
-"""
-
-
-@pytest.mark.slow
-def test_no_device_waits_for_another_if_there_is_a_temporary_space_per_product():
-    assert held_back(INDEPENDENT, MXNET_CPU_TEMP_COPY="200") == "True"
-    assert held_back(INDEPENDENT, seconds=1, MXNET_CPU_TEMP_COPY="64") == "False"
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference as float64
-from conversions import TARGETS, in_forks
 from mxnet import autograd, gluon, nd
 from PIL import Image
 from runs import needs_mpi
@@ -35,30 +34,28 @@ from gluon_mgpu.training.model import VELOCITY, read_arrays
 from gluon_mgpu.training.models import create_model
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
-# worker draws other random numbers; "all" or "gluon", the formats; the setting that a UsageError names, or "run" if it
-# names the run's folder; "-" if there is no run; "." if another row runs the same code. For pairs without a row, train
-# is "impl".
+# worker draws other random numbers; for devices, the lesson that continues the run, if that is another one; the setting
+# that a UsageError names, or "run" if it names the run's folder; "-" if there is no run.
 TABLE = """
-lesson     data       options   train  stop  devices  test  image  convert  workers
-scratch    synthetic  plain     yes    yes   yes      yes   yes    all      yes
-scratch    signed     shares    yes    yes   yes      yes   run    gluon    shares
-lenet      synthetic  momentum  yes    yes   yes      yes   yes    all      yes
-lenet      signed     all       yes    yes   yes      yes   run    gluon    shares
-sharded-0  synthetic  momentum  yes    yes   yes      yes   yes    gluon    kvstore
-sharded-0  signed     plain     yes    .     .        yes   run    gluon    kvstore
-sharded-1  synthetic  plain     yes    yes   yes      yes   yes    gluon    kvstore
-sharded-1  signed     momentum  yes    yes   yes      yes   run    gluon    kvstore
-sharded-2  synthetic  momentum  yes    yes   yes      yes   yes    gluon    kvstore
-sharded-2  signed     plain     yes    .     .        yes   run    gluon    kvstore
-sharded-3  synthetic  momentum  yes    yes   yes      yes   yes    all      kvstore
-sharded-3  signed     plain     yes    yes   yes      yes   run    gluon    kvstore
-arrays.py  rgb        plain     yes    yes   yes      yes   yes    all      yes
-arrays.py  pixels     shares    yes    yes   yes      yes   run    all      shares
-layers.py  synthetic  momentum  yes    yes   yes      yes   yes    gluon    yes
-layers.py  signed     shares    yes    yes   yes      yes   run    all      shares
-layers.py  rgb        momentum  yes    yes   yes      yes   yes    gluon    yes
-layers.py  pixels     plain     yes    yes   yes      yes   run    all      yes
-dropout    synthetic  momentum  yes    yes   yes      yes   yes    all      about
+lesson     data       options   train  stop  devices    test  image  convert  workers
+scratch    synthetic  plain     yes    yes   yes        yes   yes    yes      yes
+scratch    signed     shares    yes    yes   yes        yes   run    yes      shares
+scratch    rgb        plain     impl   -     -          -     -      -        -
+lenet      synthetic  momentum  yes    yes   sharded-3  yes   yes    yes      yes
+lenet      signed     all       yes    yes   yes        yes   run    yes      shares
+lenet      pixels     plain     impl   -     -          -     -      -        -
+sharded-0  synthetic  momentum  yes    yes   yes        yes   yes    yes      kvstore
+sharded-0  rgb        plain     impl   -     -          -     -      -        -
+sharded-1  synthetic  plain     yes    yes   sharded-3  yes   yes    yes      kvstore
+sharded-2  synthetic  momentum  yes    yes   yes        yes   yes    yes      kvstore
+sharded-3  synthetic  momentum  yes    yes   lenet      yes   yes    yes      kvstore
+sharded-3  signed     plain     yes    yes   yes        yes   run    yes      kvstore
+arrays.py  rgb        plain     yes    yes   yes        yes   yes    yes      yes
+arrays.py  pixels     shares    yes    yes   yes        yes   run    yes      shares
+arrays.py  synthetic  plain     impl   -     -          -     -      -        -
+layers.py  signed     shares    yes    yes   yes        yes   run    yes      shares
+layers.py  rgb        momentum  yes    yes   yes        yes   yes    yes      yes
+dropout    synthetic  momentum  yes    yes   yes        yes   yes    yes      about
 """
 OPTIONS = {
     "plain": {},
@@ -87,7 +84,7 @@ exec(REGISTER)
 IN_MAKE_TEST = {
     ("scratch", "synthetic"),
     ("lenet", "signed"),
-    ("sharded-3", "signed"),
+    ("sharded-3", "synthetic"),
     ("arrays.py", "pixels"),
     ("layers.py", "rgb"),
     ("dropout", "synthetic"),
@@ -107,6 +104,11 @@ OWN = {
 NAMES, *LINES = (line.split() for line in TABLE.strip().splitlines())
 
 
+def lesson_settings(lesson):
+    impl, _, zero = lesson.partition("-")
+    return {"impl": impl, **NETWORKS.get(impl, {}), **({"zero": int(zero)} if zero else {})}
+
+
 class Row(namedtuple("Row", NAMES)):
     """A row of TABLE. The fields after options are the cells of the operations."""
 
@@ -120,35 +122,22 @@ class Row(namedtuple("Row", NAMES)):
 
     def settings(self, folder):
         """The settings of a run. folder: contains own data and lessons."""
-        impl, _, zero = self.lesson.partition("-")
-        settings = {**COMMON, **OPTIONS[self.options], "impl": str(folder / impl) if self.is_own else impl}
-        settings |= NETWORKS.get(impl, {})
-        if zero:
-            settings["zero"] = int(zero)
-        if self.stop == ".":  # no run to stop in its second epoch
-            settings["epochs"] = 1
+        settings = {**COMMON, **OPTIONS[self.options], **lesson_settings(self.lesson)}
+        if self.is_own:
+            settings["impl"] = str(folder / self.lesson)
         if self.data == "synthetic":
             return {**settings, "dataset": "synthetic", "limit": EXAMPLES}
         return {**settings, "dataset": "own", "data_dir": str(folder / self.data)}
 
 
 ROWS = [Row(*line) for line in LINES]
-LESSONS, KINDS_OF_DATA = (dict.fromkeys(column) for column in list(zip(*ROWS))[:2])
-MISSING = {(lesson, data) for lesson in LESSONS if lesson != "dropout" for data in KINDS_OF_DATA}
-MISSING -= {(row.lesson, row.data) for row in ROWS}
-ROWS += [Row(*pair, "plain", "impl", *"------") for pair in sorted(MISSING)]
+LESSONS = {row.lesson for row in ROWS}
 
 
-def rows(operation, cell="yes"):
-    """The rows with this cell for an operation, as parameters of a test."""
-    found = [row for row in ROWS if getattr(row, operation) == cell]
+def rows(operation, *cells):
+    """The rows with one of these cells for an operation, as parameters of a test."""
+    found = [row for row in ROWS if getattr(row, operation) in cells]
     return [pytest.param(row, id=f"{row.lesson} {row.data}", marks=row.marks) for row in found]
-
-
-def selected(request):
-    """The rows of the tests that use a fixture and that will run."""
-    items = [item for item in request.session.items if request.fixturename in item.fixturenames]
-    return [item.callspec.params["row"] for item in items]
 
 
 def array_lesson():
@@ -375,20 +364,21 @@ def assert_same_scores(found, expected):
 # The operations
 
 
-@pytest.mark.parametrize("row", rows("train"))
+@pytest.mark.parametrize("row", rows("train", "yes"))
 def test_training_is_that_of_a_plain_loop(row, runs):
     assert_same_training(runs.whole(row), Reference(row, runs).train(lambda step: 2))
 
 
-@pytest.mark.parametrize("row", rows("stop"))
+@pytest.mark.parametrize("row", rows("stop", "yes"))
 def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(row, runs):
     assert_same_bits(runs.resumed(row, "resumed"), runs.whole(row))
 
 
-@pytest.mark.parametrize("row", rows("devices"))
-def test_a_run_resumed_on_other_devices_is_a_plain_loop_with_these_devices(row, runs):
+@pytest.mark.parametrize("row", rows("devices", "yes", *LESSONS))
+def test_a_run_resumed_on_other_devices_or_with_another_lesson_is_a_plain_loop_with_these_devices(row, runs):
     devices = 1 if row.options == "plain" else 3
-    folder = runs.resumed(row, "devices", gpus=devices)
+    lesson = lesson_settings(row.devices) if row.devices in LESSONS else {}
+    folder = runs.resumed(row, "devices", gpus=devices, **lesson)
     assert_same_training(folder, Reference(row, runs).train(lambda step: 2 if step < STOP else devices))
 
 
@@ -398,7 +388,7 @@ def loaded(row, runs):
     return evaluate.load(runs.strong(row), own, 2, "cpu")
 
 
-@pytest.mark.parametrize("row", rows("test"))
+@pytest.mark.parametrize("row", rows("test", "yes"))
 def test_an_evaluation_has_the_scores_and_counts_of_the_checkpoints_arrays(row, runs):
     trained = loaded(row, runs)
     given, labels = evaluate.held_out(trained.run, runs.settings(row).get("data_dir"))
@@ -412,7 +402,7 @@ def test_an_evaluation_has_the_scores_and_counts_of_the_checkpoints_arrays(row, 
     assert trained.run.position.history[-1].test_accuracy == correct / len(images)
 
 
-@pytest.mark.parametrize("row", rows("image"))
+@pytest.mark.parametrize("row", rows("image", "yes"))
 def test_an_image_file_gets_the_scores_of_its_pixels(row, runs, tmp_path):
     trained = loaded(row, runs)
     image = runs.data(row)[2][:1]
@@ -427,24 +417,12 @@ def test_an_image_file_gets_the_scores_of_its_pixels(row, runs, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("row", rows("convert", "gluon"))
+@pytest.mark.parametrize("row", rows("convert", "yes"))
 def test_gluon_loads_a_converted_network_and_computes_the_same_scores(row, runs, tmp_path):
-    assert_converted("gluon", row, runs, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("row", rows("convert", "all"))
-@pytest.mark.parametrize("to", TARGETS)
-def test_every_format_of_a_converted_network_computes_the_same_scores(to, row, runs, pytorch, tmp_path):
-    with in_forks(pytorch):
-        assert_converted(to, row, runs, tmp_path)
-
-
-def assert_converted(to, row, runs, folder):
     settings = runs.settings(row)
     network = convert.from_run(runs.strong(row), settings["impl"] if row.is_own else None, settings.get("data_dir"))
-    convert.save(network, to, str(folder / "net"))
-    found = [scores for [scores] in convert.TARGETS[to].outputs(network, str(folder / "net"))]
+    convert.save(network, "gluon", str(tmp_path / "net"))
+    found = [scores for [scores] in convert.TARGETS["gluon"].outputs(network, str(tmp_path / "net"))]
     assert_same_scores(np.concatenate(found), scores(row, runs, runs.strong(row), runs.data(row)[2]))
 
 
@@ -463,14 +441,16 @@ for options in json.loads(sys.argv[1]):
 def by_workers(request, runs):
     """Trains the runs of all rows with two workers of one device each."""
     more = {"gpus": 1, "kvstore": "mpi"}
-    options = [{**runs.settings(row), **more, "out": str(runs.path(row, "workers"))} for row in selected(request)]
+    tests = [item.callspec.params for item in request.session.items if request.fixturename in item.fixturenames]
+    paths = {str(runs.path(test["row"], "workers")): runs.settings(test["row"]) for test in tests}
+    options = [{**settings, **more, "out": out} for out, settings in paths.items()]
     command = [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-c", WORKERS, json.dumps(options)]
     done = subprocess.run(command, env=subprocesses.users_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @needs_mpi
-@pytest.mark.parametrize("row", rows("workers"))
+@pytest.mark.parametrize("row", rows("workers", "yes"))
 def test_two_workers_have_the_bits_of_one_process_with_two_contexts(row, runs, by_workers):
     assert_same_bits(runs.path(row, "workers"), runs.whole(row))
 
@@ -485,7 +465,7 @@ REFUSED = [
     pytest.param(row, name, id=f"{row.lesson} {row.data} {name}", marks=row.marks)
     for row in ROWS
     for name in Row._fields[3:]
-    if getattr(row, name) not in ("yes", "about", "all", "gluon", "-", ".")
+    if getattr(row, name) not in ("yes", "about", "-", *LESSONS)
 ]
 
 

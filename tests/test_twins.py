@@ -20,20 +20,6 @@ from gluon_mgpu.support import subprocesses
 
 SIZE, STEPS, LR = 256, 8, 0.02
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# Runs a program as torchrun does, in a fork that has imported torch._dynamo, which takes seconds. Arguments: its own.
-LAUNCH = """
-import os, runpy, socket, sys, torch
-torch.set_num_threads(1)
-with socket.create_server(("", 0)) as free:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-child = os.fork()
-rank = "1" if child else "0"
-os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-sys.stdout.flush()
-os._exit(bool(child and os.waitpid(child, 0)[1]))
-"""
 OPTIONS = f"--dataset synthetic --limit {SIZE * STEPS} --epochs 1 --lr {LR}".split()
 
 
@@ -63,7 +49,7 @@ def functions(path):
     return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-def run(folder, command, program, device="cpu", start=subprocesses.run):
+def run(folder, command, program, device="cpu"):
     """Run a twin without MXNet. Returns what it printed, once its parameters are checked."""
     (folder / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
@@ -71,7 +57,7 @@ def run(folder, command, program, device="cpu", start=subprocesses.run):
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # JAX compiles for longer than it computes
     environment.pop("LD_PRELOAD", None)  # tests/two_devices.c is for MXNet
     words = [ROOT / "docs" / program, *OPTIONS, "--device", device, "--out", folder / "params.npz"]
-    done = start([*command, *map(str, words)], env=environment, folder=folder, seconds=300)
+    done = subprocesses.run([*command, *map(str, words)], env=environment, folder=folder, seconds=300)
     assert done.status == 0, done.err
     assert_trained_as_the_reference(folder / "params.npz")
     [difference] = re.findall(r"^largest difference from one device .*: (\S+)$", done.out, re.MULTILINE)
@@ -84,14 +70,8 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 
 @needs_torch
 @pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
-def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, pytorch, tmp_path):
-    run(tmp_path, [sys.executable, "-c", LAUNCH], f"pytorch/{name}.py", start=pytorch.run)
-
-
-@needs_torch
-@pytest.mark.slow
-def test_torchrun_starts_the_programs_for_pytorch(tmp_path):
-    run(tmp_path, TORCHRUN, "pytorch/scratch.py")
+def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, tmp_path):
+    run(tmp_path, TORCHRUN, f"pytorch/{name}.py")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")

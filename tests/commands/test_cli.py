@@ -40,7 +40,6 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel, sharded"]),
         ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
         ("train --out ''", ["--out", "empty"]),
-        ("train --momentun 0.9", ["--momentun", "--momentum"]),
         ("evaluate", ["RUN"]),
         (f"evaluate {'x' * 300}", ["RUN", "too long"]),
         ("run --cpu --here -m tool", ["--cpu", "--here"]),

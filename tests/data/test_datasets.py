@@ -3,16 +3,13 @@
 import gzip
 import http.server
 import re
-import signal
-import sys
 import threading
 import tracemalloc
 
 import numpy as np
 import pytest
-import runs
 import tiny
-from runs import write_program
+from runs import python, write_program
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
@@ -26,10 +23,8 @@ IMAGES = "train-images-idx3-ubyte"
 
 def test_data_sets_need_neither_mxnet_nor_modules_of_unix():
     blocked = "import sys; sys.modules.update(dict.fromkeys(['mxnet', 'fcntl', 'pwd', 'grp', 'resource']))\n"
-    code = (
-        "from gluon_mgpu.data import datasets, own_data, splitting; print(datasets.synthetic(6, 6).train_images.shape)"
-    )
-    assert runs.python(blocked + code).stdout == "(6, 1, 28, 28)\n"
+    code = "from gluon_mgpu.data import datasets, splitting; print(datasets.synthetic(6, 6).train_images.shape)"
+    assert python(blocked + code).stdout == "(6, 1, 28, 28)\n"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -207,18 +202,6 @@ def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_e
     monkeypatch.setenv(name, value)
     with pytest.raises(Error, match=said):
         datasets.load(NAME)
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_a_transfer_leaves_no_part_of_a_file(server):
-    settings = f"datasets.SHA256[{NAME!r}], datasets.TIMEOUT = {SUMS}, None"
-    code = f"from gluon_mgpu.data import datasets; {settings}; datasets.load({NAME!r})"
-    child = runs.start([sys.executable, "-c", code], {"GLUON_MGPU_MIRROR": server.url("stalled")})
-    runs.wait(lambda: len(server.requests) == 2)  # the second file stalls
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=runs.HORIZON)
-    assert child.returncode == -signal.SIGINT
-    assert in_cache() == [f"{IMAGES}.gz"]
 
 
 def stub_apt(tmp_path, monkeypatch, download="touch stub.deb", unpacked=GZIPPED):

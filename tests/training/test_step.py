@@ -7,7 +7,7 @@ only by rounding. A registered network with batch normalization and a frozen arr
 import mxnet as mx
 import numpy as np
 import pytest
-import regression64
+import reference
 import small_networks
 from mxnet import nd
 from small_networks import softmax_regression
@@ -62,7 +62,7 @@ def numpy_steps(momentum=0.0, weight_decay=0.0, **_):
     losses = []
     for X, y in batches(SIZES):
         X, y = X.asnumpy().astype(np.float64), y.asnumpy().astype(int)
-        of_step, sums = regression64.losses_and_gradients([*params.values()], X, y)
+        of_step, sums = reference.losses_and_gradients([*params.values()], X, y)
         losses.append(of_step)
         grads = {name: total / len(y) for name, total in zip(params, sums)}
         for name, p in params.items():

@@ -1,12 +1,13 @@
-"""Properties of shards, for drawn batches, numbers of devices and shares."""
+"""Properties of shards, orders and seeds."""
 
 import random
+from itertools import product
 
-import mxnet as mx
 import numpy as np
 import pytest
 
-from gluon_mgpu.data.splitting import shard_sizes, split
+from gluon_mgpu.data.batches import seed_of_step, shuffled
+from gluon_mgpu.data.splitting import shard_sizes
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -24,9 +25,12 @@ def test_shards_hold_every_example_once_and_are_as_close_to_the_shares_as_whole_
         assert sizes == [len(part) for part in np.array_split(range(examples), parts)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_a_batch_is_split_in_order_and_empty_shards_are_omitted(n):
-    data, ctx = np.arange(2 * n).reshape(n, 2), [mx.cpu(i) for i in range(3)]
-    shards = split(mx.nd.array(data), ctx)
-    assert [shard.context for shard in shards] == ctx[:n]
-    np.testing.assert_array_equal(np.concatenate([shard.asnumpy() for shard in shards]), data)
+def test_each_seed_worker_and_step_has_its_own_seed():
+    seeds = [seed_of_step(*numbers) for numbers in product(range(3), repeat=3)]
+    assert len({*seeds}) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_each_seed_and_epoch_has_its_own_order_of_all_examples():
+    orders = [shuffled(50, seed, epoch) for seed, epoch in product(range(3), repeat=2)]
+    assert all(np.array_equal(np.sort(order), np.arange(50)) for order in orders)
+    assert len({order.tobytes() for order in orders}) == len(orders)
