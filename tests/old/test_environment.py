@@ -58,10 +58,12 @@ def installs(folder):
 
 def test_two_processes_make_it_once_with_what_the_table_says_from_the_users_folder_of_wheels(folder):
     (folder / "wait").touch()
-    processes = [start(folder) for _ in range(2)]
+    first = start(folder)
     wait(lambda: installs(folder))
+    second = start(folder)
+    assert second.stderr.readline()  # it waits for the first one, and says so
     (folder / "wait").unlink()
-    for process in processes:
+    for process in (first, second):
         assert process.communicate(timeout=runs.HORIZON)[0] == "ran old.py x\n"
     [pip] = installs(folder)
     assert set(packages.PINS["3.8"].split()) <= set(pip.split()) and pip.endswith(str(folder))
