@@ -91,7 +91,11 @@ WRONG = {
     "a mean loss": ((scratch, (LOSS, f"{LOSS}.mean()")), "update", "computes the mean loss of its shard"),
     "a part of a gradient lost": ((scratch, (BACKWARD, BACKWARD + PART_LOST)), "sum", "9 of 180 elements of W1"),
     "last examples dropped": ((scratch, (" + (i < extra)", "")), "devices", "drops"),
-    "the first shard's accuracy": ((scratch, ("in shards]", "in [*shards][:1]]")), "accuracy", "once"),
+    "the first shard's accuracy": (
+        (scratch, ("in shards]", "in [*shards][:1]]"), ("+= X.shape[0]", "+= split_and_load(X, ctx)[0].shape[0]")),
+        "accuracy",
+        "once",
+    ),
     "losses after the update": ((scratch, (RETURN, LOSSES_AFTER)), "losses", "changed"),
     "mean losses": (
         (scratch, (RETURN, RETURN.replace("losses", "[shard.mean() for shard in losses]"))),
