@@ -219,5 +219,5 @@ def test_the_command_needs_no_mxnet_and_is_not_confused_by_other_files(tmp_path)
     (tmp_path / "random.py").write_text("raise ImportError('a file of the user')")
     (tmp_path / "step.py").write_text(changed("pytorch/scratch", (SUM, "")))
     path = os.pathsep.join([str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")])
-    done = gluon_mgpu("check", tmp_path / "step.py", env={**os.environ, "PYTHONPATH": path})
+    done = gluon_mgpu("check", tmp_path / "step.py", "--steps", 1, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1 and "does not take the same step" in done.stdout.splitlines()[-1], done.stderr
