@@ -57,10 +57,6 @@ class Page:
         """Press a key, such as selenium's Keys.TAB, wherever the focus is."""
         self.driver.switch_to.active_element.send_keys(key)
 
-    def focused(self):
-        """The id of the element that has the focus."""
-        return self.value("document.activeElement.id")
-
     def overflow(self):
         """By how many pixels the document is wider than the window."""
         return self.value("document.documentElement.scrollWidth") - self.width

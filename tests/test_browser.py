@@ -101,21 +101,6 @@ def test_step_through_sends_the_messages_of_each_allreduce(page, kind):
 
 
 @slow
-@pytest.mark.parametrize("name", ["step", "pays", "memory"])
-def test_every_control_can_be_reached_with_the_keyboard(page, name):
-    from selenium.webdriver import Keys
-
-    opened = page(f"{name}.html")
-    controls = """[...document.querySelectorAll("input, select, button, [tabindex='0']")]"""
-    visible, reached = opened.value(f"{controls}.filter(e => e.checkVisibility() && !e.disabled).map(e => e.id)"), []
-    for _ in visible:
-        opened.press(Keys.TAB)
-        reached.append(opened.focused())
-    assert reached == visible and visible
-    assert opened.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
-
-
-@slow
 def test_arrow_keys_go_through_all_steps_and_phases(page):
     from selenium.webdriver import Keys
 
@@ -189,15 +174,6 @@ def test_the_terms_are_fitted_to_the_other_measurements(pays):
         assert not {tuple(point[:2]) for point in fitted} & {tuple(point[:2]) for point in held_out}
         rows = np.array([cost_model.step_row(contexts, batch, cores=2) for contexts, batch, _ in fitted], float)
         assert terms == pytest.approx(cost_model.fit(rows, np.array([ms for *_, ms in fitted])), rel=1e-3), name
-
-
-@slow
-def test_contexts_on_shared_cores_take_as_long_as_in_the_cost_model(pays):
-    example = 1000 * CLUSTER["flop"] / CLUSTER["flops"]
-    terms = [1000 * CLUSTER["fixed"], 1000 * CLUSTER["python"], example, CLUSTER["slowdown"] * example]
-    for devices, cores in [(1, 2), (2, 2), (3, 4), (8, 2), (16, 16)]:
-        _, step = predicted(pays, allreduce="memory", devices=devices, cores=cores)
-        assert 1000 * step == pytest.approx(np.dot(cost_model.step_row(devices, CLUSTER["batch"], cores), terms))
 
 
 @slow

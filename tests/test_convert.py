@@ -10,22 +10,15 @@ import textwrap
 import mxnet as mx
 import numpy as np
 import pytest
-import reference
-import small_networks  # noqa: F401 (registers the network "normalized")
 from conversions import GLUON, ONNX, PYTORCH, TARGETS, files, in_forks, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
 from runs import call
 
-from gluon_mgpu import convert, evaluate, train
+from gluon_mgpu import convert, train
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import exported, operators
-from gluon_mgpu.data import datasets
-from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint
-
-COMMON = {"dataset": "synthetic", "device": "cpu", "seed": 0, "limit": 600}
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +31,7 @@ def forked(request, pytorch):
 @pytest.fixture(scope="module")
 def lenet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "lenet"
-    train("scratch", 1, 30, 0.4, epochs=4, out=folder, **COMMON)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def normalized(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "normalized"
-    train("highlevel", 1, 30, 0.1, epochs=2, model="normalized", out=folder, **COMMON)
+    train("scratch", 1, 30, 0.4, epochs=1, out=folder, dataset="synthetic", device="cpu", seed=0, limit=600)
     return folder
 
 
@@ -53,17 +39,11 @@ SLOW = [pytest.param(*to.values, marks=[*to.marks, pytest.mark.slow]) for to in 
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_command_converts_a_run_to_a_network_that_gives_the_scores_of_the_run(to, lenet, tmp_path, capfd):
+def test_the_command_converts_a_run_to_the_files_that_it_names(to, lenet, tmp_path, capfd):
     status, out, err = call(capfd, command, lenet, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
     assert {*tmp_path.iterdir()} == files and all(str(file) in out for file in files)
-    given = convert.from_run(lenet)
-    found = np.concatenate([output for [output] in convert.TARGETS[to].outputs(given, str(tmp_path / "net"))])
-    arrays, _ = checkpoint.load(lenet / "checkpoint.npz")
-    images = datasets.synthetic(600, 100, 0).test_images / 255
-    expected = reference.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
-    reference.assert_close(found, expected, reference.additions(1))
 
 
 STEPS = """
@@ -107,17 +87,6 @@ def assert_trains_alike(pytorch, folder, net, X, y):
         name = re.sub(r"\w+?_(\w+)_", r"\1.", name).replace("beta", "bias")
         name = re.sub("gamma|alpha", "weight", name)
         assert np.linalg.norm(found[name] - array) < 1e-4 * np.linalg.norm(array), name
-
-
-@needs("pytorch")
-@pytest.mark.slow
-def test_the_module_is_loaded_as_its_docstring_says_and_continues_training_with_equal_gradients(
-    normalized, pytorch, tmp_path
-):
-    convert.save(convert.from_run(normalized), "pytorch", str(tmp_path / "net"))
-    data = datasets.synthetic(600, 100, 0)
-    X, y = data.train_images[:90].reshape(3, 30, 1, 28, 28) / np.float32(255), data.train_labels[:90].reshape(3, 30)
-    assert_trains_alike(pytorch, tmp_path, evaluate.load(normalized, device="cpu").model.net, X, y)
 
 
 def layers(x):
@@ -175,6 +144,7 @@ def language_model():
     with net.name_scope():
         words, hidden = nn.Embedding(50, 8), nn.Dense(8, "tanh", in_units=8)
         net.add(words, nn.GroupNorm(3), nn.PReLU(in_channels=6), nn.HybridLambda(lambda F, x: F.mean(x, axis=1)))
+        net.add(nn.BatchNorm())
         net.add(hidden, nn.Dropout(0), hidden, nn.Dense(8, "relu", in_units=8, use_bias=False, params=hidden.params))
         net.add(nn.Dense(50, in_units=8, params=words.params))
     net.initialize(mx.init.Normal(0.5))
@@ -183,7 +153,9 @@ def language_model():
 
 @needs("pytorch")
 @pytest.mark.slow
-def test_layers_with_the_same_parameters_still_have_them_in_pytorch_and_train_with_equal_gradients(pytorch, tmp_path):
+def test_the_module_is_loaded_as_its_docstring_says_shares_parameters_and_trains_with_equal_gradients(
+    pytorch, tmp_path
+):
     net, random = language_model(), np.random.default_rng(0)
     X, y = random.integers(50, size=(2, 30, 6)).astype(np.float32), random.integers(50, size=(2, 30))
     net.hybridize()
@@ -301,7 +273,7 @@ def test_a_network_with_a_fixed_batch_size_is_refused(shape, tmp_path):
 
 
 @pytest.mark.parametrize("to", [GLUON, *SLOW])
-def test_other_scores_leave_no_file_and_existing_files_stay(to, lenet, tmp_path):
+def test_other_scores_leave_no_file_without_a_larger_tolerance_and_existing_files_stay(to, lenet, tmp_path):
     given = convert.from_run(lenet)
     given.samples = [exported.Sample(X, [Y * 1.0001 for Y in Ys]) for X, Ys in given.samples]
     with pytest.raises(Error, match="by 0.0001 "):
@@ -315,6 +287,7 @@ def test_other_scores_leave_no_file_and_existing_files_stay(to, lenet, tmp_path)
         [left] = tmp_path.iterdir()
         assert left.read_text() == "mine"
         left.unlink()
+    convert.save(given, to, str(tmp_path / "net"), tolerance=0.001)
     with pytest.raises(Error, match="/proc/net: cannot be written"):
         convert.save(given, to, "/proc/net")
 

@@ -105,14 +105,6 @@ def split_and_load(data, ctx):
         mx.nd.waitall()
 
 
-def test_a_name_of_another_cell_has_a_hint():
-    unknown, other = (
-        found("split", f"def split_and_load(data, ctx): return {code}", "lab.ipynb, cell 2").case.splitlines()
-        for code in ("helper(data, ctx)", "1 / 0")
-    )
-    assert len(unknown) == len(other) + 1
-
-
 # Added to our solution: what ends the process early, takes too much, or makes a wrong answer look right
 WRONG = "def allreduce(data): pass\n"
 CASES = [
@@ -122,7 +114,6 @@ CASES = [
     (f"{WRONG}import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
     (f"{WRONG}x = bytearray(5 << 30)", "error"),
     (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit"),
-    ("def allreduce(data):\n    while True: pass", "time-limit"),
 ]
 
 
@@ -171,9 +162,8 @@ def test_start_edit_check_and_correct(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
 
 
-@pytest.mark.parametrize("text", [b"x = 1\n", b'"""Exercise swim: across the lake."""\n', b"\xff\xfe"])
-def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, text, capfd):
-    (tmp_path / "answer.py").write_bytes(text)
+def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, capfd):
+    (tmp_path / "answer.py").write_text("x = 1\n")
     assert "answer.py" in runs.error(capfd, command, "grade", tmp_path / "answer.py")
 
 
@@ -224,17 +214,12 @@ CLASS = {
 }
 
 
-def write_class(folder):
-    for name, (content, _) in CLASS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 @pytest.mark.slow
 def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
-    write_class(tmp_path / "answers")
-    (tmp_path / "answers/=dan").mkdir()
-    (tmp_path / "answers/=dan/work.zip").touch()
+    for name, (content, _) in {**CLASS, "=dan/work.zip": ("", [])}.items():
+        path = tmp_path / "answers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     expected = [(f"answers/{name}", *row) for name, (_, rows) in CLASS.items() for row in rows]
     expected.append(("answers/=dan", None, None, "no-answer"))  # not lost
     checked = run("grade", "answers", "--jobs", "2", "--csv", "results.csv", folder=tmp_path)

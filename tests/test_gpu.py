@@ -106,11 +106,6 @@ def test_training_with_gluon_prints_only_the_notebooks_lines():
     assert done.stdout.startswith("running on: [gpu(0), gpu(1)]\nepoch 1, ")
 
 
-def test_auto_takes_cpu_contexts_for_more_devices_than_there_are_gpus():
-    done = gluon_mgpu("train", "--gpus", COUNT + 1, *SMALL)
-    assert done.returncode == 0 and "cpu(0)" in done.stdout and f"--gpus {COUNT} " in done.stderr, done.stderr
-
-
 def test_doctor_says_that_each_gpu_works_and_that_training_runs():
     done = gluon_mgpu("doctor")  # its exit status also tells of the data set
     lines = [line for line in done.stdout.splitlines() if " GPU " in line or "running on: " in line]

@@ -1,12 +1,15 @@
 """`gluon-mgpu run` without GPUs: GPU contexts become CPU contexts, several of them do not hang, and what MXNet does
-differently on CPUs, or since its early versions, does not change a program."""
+differently on CPUs, or since its early versions, does not change a program or its numbers."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import runs
 
-PROGRAMS = Path(__file__).with_name("old_programs.py")
+from gluon_mgpu.old import environment
+
+PROGRAMS, NUMBERS = (Path(__file__).with_name(f"old_{name}.py") for name in ("programs", "numbers"))
 
 
 def test_programs_for_gpus_run_without_gpus(tmp_path, stock):
@@ -48,3 +51,12 @@ def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang
 def test_two_gpus_do_not_hang_with_two_threads_and_the_program_may_count_none(program):
     code = f"{runs.PRODUCTS.replace('mx.cpu', 'mx.gpu')}print(mx.context.num_gpus())"
     assert program(code, OMP_NUM_THREADS="2").stdout == "1.0 1.0\n0\n"
+
+
+@pytest.mark.slow
+def test_the_numbers_are_those_of_the_same_environment_without_run(tmp_path, stock):
+    options = {"cwd": tmp_path, "timeout": 900, "env": {**stock, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}}
+    run = runs.finished(sys.executable, "-m", "gluon_mgpu", "run", "--cpu", NUMBERS, "gpu", **options)
+    python = runs.finished(environment.find_or_make(cpu=True), NUMBERS, "cpu", **options)
+    assert (run.returncode, python.returncode) == (0, 0), run.stderr + python.stderr
+    assert run.stdout == python.stdout and run.stdout.count("== ") == 4

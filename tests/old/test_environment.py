@@ -1,6 +1,6 @@
 """The environment of old programs is complete or absent, is made by one process, and keeps what the user adds apart.
 
-A stand-in for Python makes environments at once; one slow test makes a real one.
+A stand-in for Python makes environments at once; test_contexts.py uses a real one.
 """
 
 import ast
@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 import runs
-from runs import finished, wait, write_program
+from runs import wait, write_program
 
 from gluon_mgpu.old import environment, packages
 from gluon_mgpu.support.errors import Error
 
 # `python3.8 -c` prints its version. `python3.8 -m venv ... FOLDER` copies this script; so `FOLDER/bin/python -m pip` is
-# this script, too. It writes what it is asked to install, and waits or fails if it is told to.
+# this script, too. It writes what it is asked to install, and from where, and waits or fails if it is told to.
 PYTHON = """
 case "$*" in
     *"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin" "$folder/lib/python3.8/site-packages"
         cp "$0" "$folder/bin/python" ;;
-    *"-m pip"*) echo "$*" >> "$TEST_FOLDER/pip"
+    *"-m pip"*) echo "$* $PIP_FIND_LINKS" >> "$TEST_FOLDER/pip"
         while [ -e "$TEST_FOLDER/wait" ]; do sleep 0.05; done
         if [ -e "$TEST_FOLDER/fail" ]; then echo "ERROR: no such wheel" >&2; exit 1; fi ;;
     *"version_info"*) echo 3.8 ;;
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
     write_program(folder / "bin" / "python3.8", PYTHON)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    for variable in ("PYENV_ROOT", "TEST_FOLDER"):
+    for variable in ("PYENV_ROOT", "TEST_FOLDER", "PIP_FIND_LINKS"):
         monkeypatch.setenv(variable, str(folder))
     (folder / "old.py").touch()
     return folder
@@ -56,15 +56,17 @@ def installs(folder):
     return (folder / "pip").read_text().splitlines() if (folder / "pip").exists() else []
 
 
-def test_two_processes_make_it_once_and_it_has_what_the_table_says(folder):
+def test_two_processes_make_it_once_with_what_the_table_says_from_the_users_folder_of_wheels(folder):
     (folder / "wait").touch()
-    processes = [start(folder) for _ in range(2)]
+    first = start(folder)
     wait(lambda: installs(folder))
+    second = start(folder)
+    assert second.stderr.readline()  # it waits for the first one, and says so
     (folder / "wait").unlink()
-    for process in processes:
+    for process in (first, second):
         assert process.communicate(timeout=runs.HORIZON)[0] == "ran old.py x\n"
     [pip] = installs(folder)
-    assert set(packages.PINS["3.8"].split()) <= set(pip.split())
+    assert set(packages.PINS["3.8"].split()) <= set(pip.split()) and pip.endswith(str(folder))
     (folder / "requirements.txt").write_text("mxboard")  # mentioned, but not used
     out, notice = start(folder).communicate(timeout=runs.HORIZON)
     assert out == "ran old.py x\n" and "--requirements requirements.txt" in notice and notice.count("\n") == 1
@@ -146,19 +148,3 @@ def test_beside_cuda_it_has_cuda_unless_the_user_says_cpu(monkeypatch):
     monkeypatch.setattr(packages.cuda, "wheels", lambda: {"mxnet-cu112": "1.9.1"})
     assert {"mxnet-cu112==1.9.1", "nvidia-cudnn-cu11<9"} <= {*packages.required("3.8", cpu=False)}
     assert not any("cu11" in name for name in packages.required("3.8", cpu=True))
-
-
-@pytest.mark.slow
-def test_a_real_one_runs_without_the_package_index_from_a_folder_of_wheels(tmp_path, stock):
-    """The wheels that a real environment needs are enough for another one. Both run the program."""
-    python = environment.find_or_make(cpu=True)
-    frozen = finished(python, "-I", "-m", "pip", "list", "--format=freeze").stdout.split()
-    download = [python, "-I", "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "wheels", *frozen]
-    assert finished(*download, timeout=1800).returncode == 0
-    reads_data = "from gluon_mgpu.data import datasets\n"  # as downloads of MNIST do, also in Python 3.8
-    (tmp_path / "old.py").write_text(f"{reads_data}import numpy, mxnet as mx; print(numpy.float, mx.gpu(0))")
-    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_CONFIG_FILE": os.devnull}
-    env = {**stock, **offline, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = runs.gluon_mgpu("run", "--cpu", tmp_path / "old.py", env=env, timeout=1800)
-    assert run.stdout == "<class 'float'> cpu(1)\n", run.stderr
-    assert (tmp_path / "cache/gluon_mgpu/environments").is_dir()

@@ -24,7 +24,6 @@ AS_PYTHON = {
         sys.exit(7)
         """,
     "traceback": "def f():\n    raise KeyError('x')\nf()",
-    "syntax": "return 3",
     "SIGINT": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
     "processes": """
         import multiprocessing, urllib.request, requests
@@ -121,8 +120,6 @@ FILE = "train-images-idx3-ubyte"
         ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com", "fashion-mnist"),
         ("https://storage.googleapis.com/tensorflow/tf-keras-datasets", "fashion-mnist"),
         ("https://x.org/mnist/notMNIST-to-MNIST/raw", None),
-        ("https://x.org/fashion-mnist/kuzushiji-mnist", None),
-        ("https://x.org/mnist-c/raw", None),
     ],
 )
 def test_a_url_gets_a_known_file_only_if_its_folder_names_the_data_set(folder, name):
@@ -133,7 +130,7 @@ def test_a_url_gets_a_known_file_only_if_its_folder_names_the_data_set(folder, n
 
 DOWNLOADS = """
 import gzip, urllib.request
-from urllib.request import Request, urlopen, urlretrieve
+from urllib.request import Request, urlopen
 import mxnet as mx
 import mxnet.test_utils
 from gluoncv.utils import download
@@ -151,8 +148,6 @@ for kind in vision.MNIST, vision.FashionMNIST:
         print(len(data), data[3][0].shape, int(data[3][0].max().asscalar()), int(data[3][1]))
 
 host, labels = "http://127.0.0.1:1", "t10k-labels-idx1-ubyte.gz"
-path, headers = urlretrieve(f"{host}/mnist/{labels}", "labels.gz")
-print(list(gzip.open(path).read()[8:12]), headers["Content-Length"] == str(len(open(path, "rb").read())))
 with urlopen(Request(f"{host}/fashion-mnist/{labels}", headers={"User-Agent": "x"})) as response:
     print(list(gzip.decompress(response.read())[8:12]), response.status)
 try:
@@ -168,7 +163,6 @@ PRINTED = """\
 10 (28, 28, 1) 4 4
 20 (28, 28, 1) 5 5
 10 (28, 28, 1) 5 5
-[1, 2, 3, 4] True
 [2, 3, 4, 5] 200
 refused
 """
