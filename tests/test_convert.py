@@ -10,6 +10,7 @@ import textwrap
 import mxnet as mx
 import numpy as np
 import pytest
+import reference
 from conversions import GLUON, ONNX, PYTORCH, TARGETS, files, in_forks, needs
 from mxnet import autograd, gluon, nd, npx
 from mxnet.gluon import nn, rnn
@@ -18,7 +19,10 @@ from runs import call
 from gluon_mgpu import convert, train
 from gluon_mgpu.commands.convert import convert as command
 from gluon_mgpu.convert import exported, operators
+from gluon_mgpu.data import datasets
+from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.training import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +35,7 @@ def forked(request, pytorch):
 @pytest.fixture(scope="module")
 def lenet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "lenet"
-    train("scratch", 1, 30, 0.4, epochs=1, out=folder, dataset="synthetic", device="cpu", seed=0, limit=600)
+    train("scratch", 1, 30, 0.4, epochs=4, out=folder, dataset="synthetic", device="cpu", seed=0, limit=600)
     return folder
 
 
@@ -39,11 +43,17 @@ SLOW = [pytest.param(*to.values, marks=[*to.marks, pytest.mark.slow]) for to in 
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_command_converts_a_run_to_the_files_that_it_names(to, lenet, tmp_path, capfd):
+def test_the_command_converts_a_run_to_a_network_that_gives_the_scores_of_the_run(to, lenet, tmp_path, capfd):
     status, out, err = call(capfd, command, lenet, "--to", to, tmp_path / "net")
     assert (status, err) == (0, ""), err
     files = {tmp_path / f"net{suffix}" for suffix in convert.TARGETS[to].SUFFIXES}
     assert {*tmp_path.iterdir()} == files and all(str(file) in out for file in files)
+    given = convert.from_run(lenet)
+    found = np.concatenate([output for [output] in convert.TARGETS[to].outputs(given, str(tmp_path / "net"))])
+    arrays, _ = checkpoint.load(lenet / "checkpoint.npz")
+    images = datasets.synthetic(600, 100, 0).test_images / 255
+    expected = reference.scores([arrays[name].astype(np.float64) for name in LENET_NAMES], images)
+    reference.assert_close(found, expected, reference.additions(1))
 
 
 STEPS = """
