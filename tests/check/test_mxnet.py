@@ -155,7 +155,11 @@ WRONG = {
         "several",
         "split the labels",
     ),
-    "Gluon, initialized on one device": ((highlevel, ("init, ctx=ctx", "init, ctx=ctx[0]")), "several", "is on cpu(0)"),
+    "Gluon, initialized on one device": (
+        (highlevel, ("init, ctx=ctx", "init, ctx=ctx[0]")),
+        "several",
+        "on all devices",
+    ),
     "Gluon, gradients in float16": ((highlevel, (STEP, IN_FLOAT16 + STEP)), "update", "float16"),
 }
 FAST = 6  # the first rows are in the normal suite
