@@ -29,7 +29,7 @@ from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.models import create_model
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
-ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune", "zero")  # settings that an evaluation does not need
+ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
 TOP = 3  # number of classes printed per image
 
 

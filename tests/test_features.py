@@ -37,25 +37,19 @@ from gluon_mgpu.training.models import create_model
 # worker draws other random numbers; for devices, the lesson that continues the run, if that is another one; the setting
 # that a UsageError names, or "run" if it names the run's folder; "-" if there is no run.
 TABLE = """
-lesson     data       options   train  stop  devices    test  image  convert  workers
-scratch    synthetic  plain     yes    yes   yes        yes   yes    yes      yes
-scratch    signed     shares    yes    yes   yes        yes   run    yes      shares
-scratch    rgb        plain     impl   -     -          -     -      -        -
-lenet      synthetic  momentum  yes    yes   sharded-3  yes   yes    yes      yes
-lenet      signed     all       yes    yes   yes        yes   run    yes      shares
-lenet      pixels     plain     impl   -     -          -     -      -        -
-sharded-0  synthetic  momentum  yes    yes   yes        yes   yes    yes      kvstore
-sharded-0  rgb        plain     impl   -     -          -     -      -        -
-sharded-1  synthetic  plain     yes    yes   sharded-3  yes   yes    yes      kvstore
-sharded-2  synthetic  momentum  yes    yes   yes        yes   yes    yes      kvstore
-sharded-3  synthetic  momentum  yes    yes   lenet      yes   yes    yes      kvstore
-sharded-3  signed     plain     yes    yes   yes        yes   run    yes      kvstore
-arrays.py  rgb        plain     yes    yes   yes        yes   yes    yes      yes
-arrays.py  pixels     shares    yes    yes   yes        yes   run    yes      shares
-arrays.py  synthetic  plain     impl   -     -          -     -      -        -
-layers.py  signed     shares    yes    yes   yes        yes   run    yes      shares
-layers.py  rgb        momentum  yes    yes   yes        yes   yes    yes      yes
-dropout    synthetic  momentum  yes    yes   yes        yes   yes    yes      about
+lesson     data       options   train  stop  devices  test  image  convert  workers
+scratch    synthetic  plain     yes    yes   lenet    yes   yes    yes      yes
+scratch    signed     shares    yes    yes   yes      yes   run    yes      shares
+scratch    rgb        plain     impl   -     -        -     -      -        -
+lenet      synthetic  momentum  yes    yes   yes      yes   yes    yes      yes
+lenet      signed     all       yes    yes   yes      yes   run    yes      shares
+lenet      pixels     plain     impl   -     -        -     -      -        -
+arrays.py  rgb        plain     yes    yes   yes      yes   yes    yes      yes
+arrays.py  pixels     shares    yes    yes   yes      yes   run    yes      shares
+arrays.py  synthetic  plain     impl   -     -        -     -      -        -
+layers.py  signed     shares    yes    yes   yes      yes   run    yes      shares
+layers.py  rgb        momentum  yes    yes   yes      yes   yes    yes      yes
+dropout    synthetic  momentum  yes    yes   yes      yes   yes    yes      about
 """
 OPTIONS = {
     "plain": {},
@@ -84,7 +78,6 @@ exec(REGISTER)
 IN_MAKE_TEST = {
     ("scratch", "synthetic"),
     ("lenet", "signed"),
-    ("sharded-3", "synthetic"),
     ("arrays.py", "pixels"),
     ("layers.py", "rgb"),
     ("dropout", "synthetic"),
@@ -105,8 +98,7 @@ NAMES, *LINES = (line.split() for line in TABLE.strip().splitlines())
 
 
 def lesson_settings(lesson):
-    impl, _, zero = lesson.partition("-")
-    return {"impl": impl, **NETWORKS.get(impl, {}), **({"zero": int(zero)} if zero else {})}
+    return {"impl": lesson, **NETWORKS.get(lesson, {})}
 
 
 class Row(namedtuple("Row", NAMES)):

@@ -3,13 +3,15 @@
 So two versions or processors differ by at most twice the limit.
 """
 
+from functools import partial
+
 import mxnet as mx
 import numpy as np
 import pytest
 import reference
 from mxnet import nd
 
-from gluon_mgpu import networks
+from gluon_mgpu import networks, sharded
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.models import create_model
@@ -33,19 +35,39 @@ def expected():
 
 LESSONS = pytest.mark.parametrize(
     "options", [{"impl": "scratch"}, {"impl": "highlevel"}, {"impl": "highlevel", "hybridize": False}]
-    + [{"impl": "sharded", "zero": zero} for zero in range(4)],
+    + [{"impl": "sharded", "step": step} for step in ("ddp", "zero1", "zero2", "zero3")],
     ids=lambda options: "-".join(map(str, options.values())),
 )  # fmt: skip
 
 
-def assert_twenty_steps_end_at(expected, ctx, options):
-    model = create_model(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
-    model.load(dict(zip(networks.LENET_NAMES, START)))
+def batches():
     for i in range(0, STEPS * BATCH, BATCH):
         X = nd.array(DATA.train_images[i : i + BATCH], dtype="float32") / 255
-        model.step(X, nd.array(DATA.train_labels[i : i + BATCH], dtype="float32"), LR)
-    arrays = model.arrays(len(ctx) - 1)
-    ends = np.concatenate([arrays[name].asnumpy().ravel() for name in networks.LENET_NAMES])
+        yield X, nd.array(DATA.train_labels[i : i + BATCH], dtype="float32")
+
+
+def trained(ctx, options):
+    """LeNet's parameters after the steps of scratch or highlevel, on the last device."""
+    model = create_model(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
+    model.load(dict(zip(networks.LENET_NAMES, START)))
+    for X, y in batches():
+        model.step(X, y, LR)
+    return [model.arrays(len(ctx) - 1)[name] for name in networks.LENET_NAMES]
+
+
+def sharded_trained(ctx, step):
+    """LeNet's parameters after the steps of one of sharded's functions."""
+    params, net = [nd.array(p) for p in START], sharded.LENET
+    weights = sharded.place(net, params, ctx, sharded=step == "zero3")
+    state = [weights, sharded.place(net, [nd.zeros_like(p) for p in params], ctx, sharded=step != "ddp")]
+    for X, y in batches():
+        getattr(sharded, step)(X, y, net, state, ctx, partial(sharded.sgd, lr=LR, momentum=0))
+    return sharded.collect(net, weights, sharded=step == "zero3")
+
+
+def assert_twenty_steps_end_at(expected, ctx, options):
+    arrays = sharded_trained(ctx, options["step"]) if "step" in options else trained(ctx, options)
+    ends = np.concatenate([array.asnumpy().ravel() for array in arrays])
     first, right = (np.concatenate([p.ravel() for p in params]) for params in (START, expected))
     moved, error = np.linalg.norm(right - first), np.linalg.norm(ends - right)
     print(f"error {error / moved:.1e} of the path's length {moved:.2f}")

@@ -107,13 +107,13 @@ class MXNet(Driver):
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
-        self.as_trained = replace(self.as_written, zero=config.zero, tune=config.tune, hybridize=config.hybridize)
+        self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
         lessons.check_settings(self.as_trained, lesson)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
-        if not self._is_called(getattr(lesson, "split_and_load", None)):
+        if not self._is_called(lesson.split_and_load):
             return None
         try:
             for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
@@ -128,14 +128,12 @@ class MXNet(Driver):
         config = self.as_trained if k > 1 else self.as_written
         seed_generators(0)
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
-        if double and type(model) is ArrayModel:
+        if double and isinstance(model, ArrayModel):
             params = [p.astype("float64") for p in model.device_params[0]]
             model.device_params = [lesson.get_params(params, c) for c in ctx]
-        elif double and type(model) is GluonModel:
+        elif double and isinstance(model, GluonModel):
             model.net.cast("float64")
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
-        elif double:
-            raise TypeError("this model computes in float32 only")
         return model
 
     def run(
@@ -246,8 +244,6 @@ class MXNet(Driver):
     def _accuracy(self) -> str:
         k, rng = len(self.ctx), np.random.default_rng(0)
         one, several = self.model(1), self.model(k)
-        if not hasattr(several.lesson, "evaluate_accuracy"):
-            return ""
         start = spread(_arrays(one)[0])
         for model in (one, several):
             model.load(start)
@@ -274,7 +270,7 @@ def _watched(
     lesson: ModuleType, net: gluon.Block | None, called: set[CodeType], examples: Counter[Context]
 ) -> Iterator[None]:
     """Note what a step calls, and how many examples the network computes on each device."""
-    network = _code(getattr(lesson, "lenet", None))
+    network = _code(lesson.lenet)
 
     def count(_: Any, inputs: Sequence[NDArray]) -> None:
         examples[inputs[0].context] += inputs[0].shape[0]

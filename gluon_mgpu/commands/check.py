@@ -17,7 +17,7 @@ from gluon_mgpu.support.errors import UsageError, setting
 from gluon_mgpu.support.params import FloatRange
 from gluon_mgpu.training.config import Config, Numbers
 
-OF_STEP = ("model", "hybridize", "tune", "zero")  # settings
+OF_STEP = ("model", "hybridize", "tune")  # settings
 OF_LESSONS = (*OF_STEP, "gpus", "device", "dataset", "data_dir")  # settings for MXNet only
 OWN = {"default": None, "type": click.Choice(["own"]), "help": "own: take the shape and the classes of your own data."}
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
@@ -44,7 +44,7 @@ CLAIMS = {
         gluon-mgpu check my_ddp.py --processes 2,3 --even
     """,
 )
-@click.argument("lesson", metavar="FILE.py|scratch|highlevel|sharded")
+@click.argument("lesson", metavar="FILE.py|scratch|highlevel")
 @common.option(
     "--processes",
     type=Numbers(click.IntRange(2)),

@@ -23,8 +23,7 @@ from gluon_mgpu.support.errors import UsageError, setting, shown
 from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
 
 SCHEDULES = ("constant", "cosine")
-LESSONS = ("scratch", "highlevel", "sharded")
-FAMILIES = ("scratch", "highlevel")  # the lessons that your own lesson can be a copy of
+LESSONS = ("scratch", "highlevel")
 
 
 class Numbers(click.ParamType):
@@ -85,8 +84,8 @@ class Config:
     impl: Any = declare(  # str; `train` also takes a lesson
         "scratch",
         click.STRING,
-        "scratch uses NDArray alone; highlevel uses Gluon; sharded is scratch with --zero. FILE.py is your own lesson: "
-        "a changed copy of scratch.py or highlevel.py.",
+        "scratch uses NDArray alone; highlevel uses Gluon. FILE.py is your own lesson: a changed copy of scratch.py or "
+        "highlevel.py.",
         "Network and data",
         f"{'|'.join(LESSONS)}|FILE.py",
         changeable=True,
@@ -166,9 +165,7 @@ class Config:
         FloatRange(0),
         "Increase the learning rate from 0 during the first X epochs. X must be less than --epochs.",
     )
-    momentum: float = declare(
-        0.0, FRACTION, "With highlevel and sharded: SGD momentum, such as 0.9.", lessons=("highlevel", "sharded")
-    )
+    momentum: float = declare(0.0, FRACTION, "With highlevel: SGD momentum, such as 0.9.", lessons=("highlevel",))
     weight_decay: float = declare(
         0.0, FRACTION, "With highlevel: weight decay for all parameters, such as 0.0005.", lessons=("highlevel",)
     )
@@ -186,15 +183,6 @@ class Config:
         "Split each batch between unequal devices in this ratio, such as 80,20.",
         "Devices",
         "A,B,...",
-        lessons=FAMILIES,
-        changeable=True,
-    )
-    zero: int = declare(
-        0,
-        click.IntRange(0, 3),
-        "With sharded: 1 shards the optimizer state across the devices, 2 also the gradients, 3 also the parameters.",
-        "Devices",
-        lessons=("sharded",),
         changeable=True,
     )
     kvstore: str = declare(
@@ -203,7 +191,6 @@ class Config:
         "Sum gradients in this process (local), or over several processes that mpiexec has started (mpi). See "
         "docs/several-machines.md.",
         "Several processes",
-        lessons=FAMILIES,
         recorded=False,
     )
     out: str | Path | None = declare(

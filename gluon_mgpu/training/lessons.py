@@ -28,8 +28,7 @@ RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return som
 
 
 def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> ModuleType:
-    """Load a lesson: "scratch", "highlevel", "sharded", or the path of a file with the functions of scratch or
-    highlevel.
+    """Load a lesson: "scratch", "highlevel", or the path of a file with the functions of one of these.
 
     fresh: execute the file of one of the package's lessons again, as that of an own lesson always is. functions:
     replacements for some functions of scratch or highlevel, such as allreduce=tree; they apply to a new copy
@@ -116,7 +115,7 @@ def _check_functions(lesson: ModuleType) -> None:
 
 
 def name_of(lesson: ModuleType) -> str:
-    """The name of a lesson as in --impl: "scratch", "highlevel", "sharded" or a path."""
+    """The name of a lesson as in --impl: "scratch", "highlevel" or a path."""
     if lesson.__name__.startswith("gluon_mgpu."):
         return lesson.__name__.removeprefix("gluon_mgpu.")
     return str(lesson.__file__) if lesson.__name__ in LESSONS else lesson.__name__

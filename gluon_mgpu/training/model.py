@@ -61,19 +61,19 @@ class Model(ABC):
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
 
-    # The parts of a step, which `step.assemble` puts together. A model without one does not need them.
+    # The parts of a step, which `step.assemble` puts together
 
+    @abstractmethod
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
         """Compute the gradients of each shard on its device. Returns the losses of each shard."""
-        raise NotImplementedError
 
+    @abstractmethod
     def allreduce(self) -> None:
         """Sum the gradients over the devices of this process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(self, lr: float, batch_size: int) -> None:
         """Update each replica with its gradients, which are sums over batch_size examples."""
-        raise NotImplementedError
 
     def split_and_load(self, data: NDArray) -> list[NDArray]:
         return self.lesson.split_and_load(data, self.ctx)

@@ -1,5 +1,5 @@
-"""The models of the three lessons: ArrayModel for scratch and its copies, GluonModel for highlevel and its copies, and
-ShardedModel for sharded. Each calls the lesson's own functions. `create_model` chooses the model."""
+"""The models of the lessons: ArrayModel for scratch and its copies, GluonModel for highlevel and its copies. Both call
+the lesson's own functions. `create_model` chooses the model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import inspect
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 from mxnet import Context, autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import networks, scratch, sharded
+from gluon_mgpu import networks
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support.errors import UsageError, reason
@@ -172,68 +170,7 @@ class GluonModel(Model):
         self.lesson_net.export(prefix)
 
 
-class ShardedModel(Model):
-    """LeNet, trained with one of the steps of `sharded`. state: as in `sharded`. Checkpoints are those of scratch."""
-
-    draws = False
-    steps = (sharded.ddp, sharded.zero1, sharded.zero2, sharded.zero3)
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        params = scratch.init_params()
-        self._place(params, [nd.zeros_like(p) for p in params])
-
-    def _place(self, params: list[NDArray], velocities: list[NDArray]) -> None:
-        zero, ctx = self.config.zero, self.ctx
-        placed = sharded.place(sharded.LENET, params, ctx, zero >= 3)
-        self.state = [placed, sharded.place(sharded.LENET, velocities, ctx, zero >= 1)]
-        self._gathered: dict[int, list[NDArray]] = {}  # {device: the parameters}
-
-    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        self._gathered = {}
-        optimizer = partial(sharded.sgd, lr=lr, momentum=self.config.momentum)
-        return self.steps[self.config.zero](X, y, sharded.LENET, self.state, self.ctx, optimizer)
-
-    def _params(self, device: int) -> list[NDArray]:
-        """The parameters on one device. With ZeRO-3, they are gathered there at the first call after a step."""
-        if device not in self._gathered:
-            c, params = self.ctx[device], list[NDArray]()
-            for (_, shapes), buckets in zip(sharded.LENET, self.state[0]):
-                is_sharded = self.config.zero == 3
-                bucket = nd.concat(*[b.as_in_context(c) for b in buckets], dim=0) if is_sharded else buckets[device]
-                params += sharded.unbucket(bucket, shapes)
-            self._gathered[device] = params
-        return self._gathered[device]
-
-    def predict(self, X: NDArray) -> NDArray:
-        return scratch.lenet(X, self._params(self.ctx.index(X.context)))
-
-    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        return scratch.evaluate_accuracy(data_iter, self.predict, self.ctx)
-
-    def arrays(self, device: int = 0) -> dict[str, NDArray]:
-        arrays = dict(zip(networks.LENET_NAMES, self._params(device)))
-        if self.config.momentum:
-            if self.config.zero:
-                velocities = sharded.collect(sharded.LENET, self.state[1], sharded=True)
-            else:
-                layers = zip(sharded.LENET, self.state[1])
-                velocities = [v for (_, shapes), b in layers for v in sharded.unbucket(b[device], shapes)]
-            arrays.update({VELOCITY + name: v for name, v in zip(networks.LENET_NAMES, velocities)})
-        return arrays
-
-    def load(self, arrays: dict[str, np.ndarray]) -> None:
-        self._check_match(arrays)
-        params = [nd.array(arrays[name]) for name in networks.LENET_NAMES]
-        zeros = [np.zeros(p.shape, np.float32) for p in params]
-        velocities = [nd.array(arrays.get(VELOCITY + name, zero)) for name, zero in zip(networks.LENET_NAMES, zeros)]
-        self._place(params, velocities)
-
-    def export(self, prefix: str) -> None:
-        _export(prefix, scratch.lenet, dict(zip(networks.LENET_NAMES, self._params(0))), self.image_shape)
-
-
-MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel, "sharded": ShardedModel}
+MODELS: dict[str, type[Model]] = {"scratch": ArrayModel, "highlevel": GluonModel}
 
 
 def create_model(

@@ -309,13 +309,13 @@ def test_the_command_takes_the_shape_of_your_own_data(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["sharded --zero 3", "highlevel --tune", "highlevel --no-hybridize"])
+@pytest.mark.parametrize("words", ["highlevel --tune", "highlevel --no-hybridize"])
 def test_the_command_checks_the_step_that_the_settings_choose(words):
     result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"], standalone_mode=False)
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("words", ["highlevel --zero 3", "scratch --data-dir anywhere", "scratch --dataset mnist"])
+@pytest.mark.parametrize("words", ["scratch --tune", "scratch --data-dir anywhere", "scratch --dataset mnist"])
 def test_the_command_refuses_settings_that_it_would_ignore(words):
     result = CliRunner().invoke(check, [*words.split(), "--device", "cpu"])
     assert result.exit_code == UsageError.exit_status

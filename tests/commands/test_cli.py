@@ -37,7 +37,7 @@ def test_an_example_in_help_is_a_valid_command(line):
     [
         ("train --batchsize 64", ["--batchsize", "--batch-size", "gluon-mgpu train --help"]),
         ("trian --gpus 2", ["trian"]),
-        ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel, sharded"]),
+        ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel"]),
         ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
         ("train --out ''", ["--out", "empty"]),
         ("evaluate", ["RUN"]),

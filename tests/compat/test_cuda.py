@@ -241,7 +241,7 @@ def with_kernels(installed):
     return run
 
 
-LESSONS = ["scratch", "highlevel --momentum 0.9", "highlevel --model resnet18 --no-hybridize", "sharded --zero 3"]
+LESSONS = ["scratch", "highlevel --momentum 0.9", "highlevel --model resnet18 --no-hybridize"]
 
 
 @pytest.mark.parametrize("options", LESSONS)

@@ -159,7 +159,7 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
 
 @pytest.mark.slow
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
-    train("sharded", momentum=0.9, out=tmp_path)
+    train("highlevel", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
     for i, name in enumerate(networks.LENET_NAMES):
         np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
