@@ -176,7 +176,7 @@ def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> 
     """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
     are not given get their defaults if the lesson does not have them. Raises UsageError if others are not defaults."""
     missing = {*unsupported(lesson)} - {*given}
-    config = config.with_defaults(name for name in missing if SETTINGS[name].changeable)
+    config = config.with_defaults([name for name in missing if SETTINGS[name].changeable])
     for name in config.changed(missing):
         used = setting(name, getattr(config, name))
         raise UsageError("impl", name_of(lesson), f"the run used {used}, which only {_lessons_with(name)} can continue")
