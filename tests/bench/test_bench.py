@@ -29,7 +29,7 @@ def point(impl, workers=1, **options):
 
 OTHERS = [point(TUNED), point("layer-wise partitioning"), point("scratch", 2)]
 SLOW = [pytest.param(other, marks=pytest.mark.slow) for other in OTHERS]
-SLOW += [pytest.param(point(f"PyTorch{of}", 2), marks=[pytest.mark.slow, TORCH]) for of in ("", ", channels_last")]
+SLOW += [pytest.param(point("PyTorch, channels_last", 2), marks=[pytest.mark.slow, TORCH])]
 
 
 @pytest.mark.parametrize("subject", [point("scratch"), *SLOW], ids=str)
