@@ -58,7 +58,7 @@ def load(
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
     lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
-    config = run.recorded.with_defaults(ONLY_TRAINING)
+    config = run.recorded.with_defaults(({*ONLY_TRAINING} | {*lessons.unsupported(lesson)}) - {"model"})
     model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
     run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
     run.restore(model)

@@ -111,9 +111,9 @@ print(json.dumps(spans))
 """
 
 
-def overlap(setup, operators, **environment):
+def overlap(setup, operators):
     """Microseconds during which both contexts are running one of the operators. setup: code that defines step."""
-    recorded = json.loads(output(PROFILE.format(setup=textwrap.dedent(setup)), str(ROOT / "scripts"), **environment))
+    recorded = json.loads(output(PROFILE.format(setup=textwrap.dedent(setup)), str(ROOT / "scripts")))
     spans = [[span[2:] for span in recorded if span[0] == context and span[1] in operators] for context in (0, 1)]
     assert all(spans), spans
     return sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])

@@ -14,6 +14,7 @@ from gluon_mgpu.data import datasets
 from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training.model import read_arrays
 
 DATA = datasets.synthetic(600, 100, seed=0)
 
@@ -43,6 +44,13 @@ def test_it_prints_the_accuracy_that_the_run_recorded_and_the_counts_behind_it(r
         assert [int(cell.replace(".", "0")) for cell in counts] == np.bincount(found, minlength=10).tolist()
         assert (name, float(recall)) == (str(i), round(np.mean(found == i), 3))
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()} == before
+
+
+def test_another_lesson_loads_a_run_whatever_only_training_or_the_first_one_uses(tmp_path):
+    options = {"shares": (3, 1), "momentum": 0.9, "hybridize": False, "dataset": "synthetic", "limit": 100}
+    train("highlevel", 2, 50, 0.1, epochs=1, seed=1, device="cpu", out=tmp_path / "run", **options)
+    one, other = (evaluate.load(tmp_path / "run", impl, device="cpu").model for impl in (None, "scratch"))
+    np.testing.assert_equal(read_arrays(other), read_arrays(one))
 
 
 @pytest.mark.slow

@@ -249,6 +249,14 @@ def test_a_learners_own_folders_are_no_students(tmp_path):
     assert [answer.path for answer in exercises.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
 
 
+def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):
+    for folder in ("monday", "friday"):
+        (tmp_path / folder / "ada").mkdir(parents=True)
+        (tmp_path / folder / "ada" / "a.py").write_text(SUM)
+    found = exercises.find([str(tmp_path / "monday"), str(tmp_path / "friday")])
+    assert [answer.student for answer in found] == [str(tmp_path / name / "ada") for name in ("monday", "friday")]
+
+
 @pytest.mark.slow
 def test_answers_that_cannot_be_graded_are_rows_and_one_is_an_error(tmp_path):
     for name, content in (("a.py", SUM), ("b.py", SPLIT)):

@@ -35,20 +35,20 @@ from gluon_mgpu.training.models import create_model
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
 # worker draws other random numbers; for devices, the lesson that continues the run, if that is another one; the setting
-# that a UsageError names, or "run" if it names the run's folder; "-" if there is no run.
+# that a UsageError names, or "run" if it names the run's folder; "-" if there is no run. For pairs without a row, train
+# is "impl".
 TABLE = """
 lesson     data       options   train  stop  devices  test  image  convert  workers
 scratch    synthetic  plain     yes    yes   lenet    yes   yes    yes      yes
 scratch    signed     shares    yes    yes   yes      yes   run    yes      shares
-scratch    rgb        plain     impl   -     -        -     -      -        -
 lenet      synthetic  momentum  yes    yes   yes      yes   yes    yes      yes
 lenet      signed     all       yes    yes   yes      yes   run    yes      shares
-lenet      pixels     plain     impl   -     -        -     -      -        -
 arrays.py  rgb        plain     yes    yes   yes      yes   yes    yes      yes
 arrays.py  pixels     shares    yes    yes   yes      yes   run    yes      shares
-arrays.py  synthetic  plain     impl   -     -        -     -      -        -
+layers.py  synthetic  momentum  yes    yes   yes      yes   yes    yes      yes
 layers.py  signed     shares    yes    yes   yes      yes   run    yes      shares
 layers.py  rgb        momentum  yes    yes   yes      yes   yes    yes      yes
+layers.py  pixels     plain     yes    yes   yes      yes   run    yes      yes
 dropout    synthetic  momentum  yes    yes   yes      yes   yes    yes      about
 """
 OPTIONS = {
@@ -123,7 +123,10 @@ class Row(namedtuple("Row", NAMES)):
 
 
 ROWS = [Row(*line) for line in LINES]
-LESSONS = {row.lesson for row in ROWS}
+LESSONS, KINDS_OF_DATA = (dict.fromkeys(column) for column in list(zip(*ROWS))[:2])
+MISSING = {(lesson, data) for lesson in LESSONS if lesson != "dropout" for data in KINDS_OF_DATA}
+MISSING -= {(row.lesson, row.data) for row in ROWS}
+ROWS += [Row(*pair, "plain", "impl", *"------") for pair in sorted(MISSING)]
 
 
 def rows(operation, *cells):

@@ -74,6 +74,18 @@ def test_zero_trains_as_ddp_does_bit_for_bit(devices, optimizer):
             np.testing.assert_array_equal(a, b)
 
 
+def test_sgd_has_momentum():
+    rng = np.random.default_rng(5)
+    p, velocity = (nd.array(rng.random(20)) for _ in range(2))
+    p64, v64 = (array.asnumpy().astype(np.float64) for array in (p, velocity))
+    for step in (1, 2, 3):
+        grad = rng.random(20).astype(np.float32)
+        sharded.sgd(p, nd.array(grad), velocity, 7, lr=0.1, momentum=0.9)
+        v64 = 0.9 * v64 - 0.1 * (grad.astype(np.float64) / 7)  # the mean gradient for a batch of 7
+        p64 = p64 + v64
+        assert_close(p.asnumpy(), p64, 10 * step)
+
+
 def test_adam_computes_what_its_paper_says():
     rng = np.random.default_rng(5)
     arrays = [nd.array(rng.random(20)) for _ in range(3)]

@@ -41,7 +41,7 @@ STEPS = 2
 
 
 def compare(
-    lesson: ModuleType | str | Callable[[], ModuleType],
+    lesson: ModuleType | str,
     ctx: list[Context],
     config: Config | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
@@ -51,12 +51,12 @@ def compare(
 ) -> Report:
     """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
 
-    lesson: a lesson, its name or path, or a function that returns a fresh one. ctx: at least two devices. config: only
-    its network, and how the network is computed, are used. image_shape, classes: see `create_model`.
+    lesson: a lesson, its name or path. ctx: at least two devices. config: only its network, and how the network is
+    computed, are used. image_shape, classes: see `create_model`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
-    load = lesson if callable(lesson) else functools.partial(fresh_copy, lesson)
+    load = functools.partial(fresh_copy, lesson)
     with restored_afterward():
         return judge.compare(MXNet(load, ctx, config or Config(), image_shape, classes), [len(ctx)], steps, even)
 

@@ -13,7 +13,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 KERAS = ("x_train", "y_train", "x_test", "y_test")  # the names in Keras's mnist.npz
-NEEDED = f"one .npz file with {', '.join(PARTS)}"
+NEEDED = f"one .npz file, with {', '.join(PARTS)}"
 
 if TYPE_CHECKING:  # Python 3.8, which old programs use, has no such type
     Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # in the order of PARTS
@@ -31,7 +31,7 @@ def read(folder: str | Path) -> Parts:
         raise UsageError("data_dir", folder, "must be a folder or a .npz file that exists")
     archives = sorted(folder.glob("*.npz"))
     if len(archives) != 1:
-        raise UsageError("data_dir", folder, f"contains {len(archives)} .npz files: it needs {NEEDED}")
+        raise UsageError("data_dir", folder, f"must contain {NEEDED}; it contains {len(archives)}")
     try:
         return checked(*_read_npz(archives[0]))
     except UsageError as error:

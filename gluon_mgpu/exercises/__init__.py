@@ -76,7 +76,7 @@ def skeleton(name: str) -> str:
 
 class Answer(NamedTuple):
     """A learner's answer. label: what messages call it. problem: why it cannot be graded; then, it has no name.
-    student: the subfolder that contains it, if a folder is graded."""
+    student: the subfolder that contains it, if a folder is graded; after the folder, if several are."""
 
     path: str
     cell: int | None = None  # its number in a notebook, from 1

@@ -78,8 +78,8 @@ def lock(folder: str | Path, name: str) -> int:
         raise Error(f"{setting(name, folder)}: cannot lock the folder ({error.strerror}); use another folder") from None
 
 
-def read_decompressed(path: str | Path, limit: int = -1) -> bytes:
-    """Read a file, and decompress it if it is a gzip file. limit: number of bytes to read at most; -1: no limit.
+def read_decompressed(path: str | Path, limit: int) -> bytes:
+    """Read a file, and decompress it if it is a gzip file. limit: number of bytes to read at most.
 
     Raises Error if it cannot be read.
     """

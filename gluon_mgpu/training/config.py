@@ -124,8 +124,8 @@ class Config:
     data_dir: str | Path | None = declare(
         None,
         FILE,
-        "Folder that contains the data set; for own, a .npz file. Default: GLUON_MGPU_DATA if it is set, "
-        "else the folders listed in docs/training.md, else a download.",
+        "Folder that contains the data set; for own, a .npz file, or a folder with one. Default: GLUON_MGPU_DATA if it "
+        "is set, else the folders listed in docs/training.md, else a download.",
         "Network and data",
         "DIR",
         recorded=False,

@@ -67,7 +67,7 @@ def execute(name: str, path: str) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        if before is not None:
+        if before is not None and name.startswith("gluon_mgpu."):  # programs have imported the package's lessons
             sys.modules[name] = before
     return module
 

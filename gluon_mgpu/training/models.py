@@ -106,7 +106,7 @@ class GluonModel(Model):
         net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         try:
             with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
-                if any({*p.list_ctx()} != {*self.ctx} for p in net.collect_params().values()):
+                if not all({*self.ctx} <= {*p.list_ctx()} for p in net.collect_params().values()):
                     advice = "initialize must put the parameters on all devices: net.initialize(init, ctx=ctx)"
                     raise UsageError("impl", name_of(self.lesson), advice)
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,16 +52,16 @@ class LessonState:
         of_workers = [self.group.broadcast_arrays(arrays, worker) for worker in range(self.group.size)]
         return {f"{STATE}{worker}/{name}": a for worker, of_one in enumerate(of_workers) for name, a in of_one.items()}
 
-    def load(self, saved: Arrays) -> None:
-        """Give the lesson of each worker its arrays. saved: those of all workers, in worker 0. Raises Error if names or
-        shapes differ from the lesson's."""
+    def load(self, saved: Arrays, folder: Path | None) -> None:
+        """Give the lesson of each worker its arrays. saved: those of all workers, in worker 0. folder: the run's.
+        Raises Error if names or shapes differ from the lesson's."""
         now = self.read()
         if self.group.rank == 0:
             shapes, others = ({name: array.shape for name, array in some.items()} for some in (now, saved))
             if different := {*shapes.items()} ^ {*others.items()}:
                 which = "{} {}".format(*min(different))
                 advice = "resume with the run's lesson, devices and workers"
-                raise Error(f"the checkpoint's state differs from that of the lesson ({which}); {advice}")
+                raise Error(f"{folder}: the checkpoint's state differs from that of the lesson ({which}); {advice}")
             now = {name: saved[name] for name in now}
         state = self.group.broadcast_arrays(now)
         for name, array in self.local().items():
@@ -69,7 +70,7 @@ class LessonState:
     def local(self) -> dict[str, NDArray]:
         """This worker's arrays: {"DEVICE/NAME": array}, where DEVICE is an index in ctx."""
         arrays = {}
-        for device in self.devices if hasattr(self.lesson, "state") else ():
+        for device in self.devices:
             try:
                 inspect.signature(self.lesson.state).bind(device)
             except TypeError:

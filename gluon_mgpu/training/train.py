@@ -19,7 +19,7 @@ from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
-from gluon_mgpu.support.errors import UsageError, setting
+from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons, workers
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.folder import Epoch, RunFolder, open_run
@@ -39,7 +39,8 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     recorded settings, except for those that are passed.
     Raises UsageError for invalid arguments, Error if a loss or a parameter is not finite, and KeyboardInterrupt on
     Ctrl-C, once the step is complete and the checkpoint is saved. With kvstore="mpi", an Error is printed, and ends all
-    processes: the others would wait for this one.
+    processes: the others would wait for this one. Start such a program with `python -m mpi4py`, so that its other
+    errors do, too.
     """
     given = inspect.signature(Config).bind(*values, **options).arguments
     lesson, data = given.get("impl"), given.get("dataset")
@@ -103,9 +104,12 @@ def set_up(
     seed_generators(config.seed)
     model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
     saved = run.restore(model)
-    state = LessonState(model, group) if saved or hasattr(lesson, "state") else None
+    state = LessonState(model, group) if callable(getattr(lesson, "state", None)) else None
+    if saved and not state:
+        name = lessons.name_of(lesson)
+        raise Error(f"{run.folder}: the run's lesson has a state, but {name} has none; resume with the run's lesson")
     if state and run.recorded:
-        state.load(saved)
+        state.load(saved, run.folder)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
     is_assembled = group.size > 1 or config.shares is not None

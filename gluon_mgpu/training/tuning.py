@@ -47,8 +47,8 @@ def channel_block() -> int:
 
 
 def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:
-    """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding. If
-    this would not be faster, says so on standard error, and returns `net`.
+    """Create a network that uses the Parameter objects of `net` and computes the same values, except for rounding. It
+    is not yet hybridized. If it would not be faster, says so on standard error, and returns `net`.
 
     net: a network on CPU contexts that has been called at least once, so that the shapes of its parameters are known.
     block: channel counts above this are padded to a multiple of it; default: `channel_block()`.

@@ -90,7 +90,7 @@ PYTORCHS = """
 @TORCH
 @pytest.mark.slow
 def test_pytorchs_resnet_is_ours(pytorch, tmp_path):
-    """In float64, its losses are ours, in training. So its gradients are, too."""
+    """In float64, its losses are ours, in training."""
     made, rng = mxnet_points.create(Point("highlevel", "resnet18", 4, 1)), np.random.default_rng(0)
     state = read_arrays(made)
     made.load({n: p + 0.1 * rng.standard_normal(p.shape, np.float32) * n.endswith("bias") for n, p in state.items()})

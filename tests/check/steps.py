@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -40,6 +42,12 @@ def zero(net):
 
 
 def bare(net):
+    return net
+
+
+def sharded(net):
+    for layer in (net[0], net[3], net):
+        fully_shard(layer)
     return net
 
 
@@ -92,10 +100,14 @@ def accumulated(first, last):
     return step
 
 
-def loaded(state, whole):
-    data = TensorDataset(whole["x"], whole["y"])
-    for x, y in DataLoader(data, len(data), sampler=DistributedSampler(data, shuffle=False)):
-        plain(state, {"x": x, "y": y})
+def loaded(rank=None):
+    def step(state, whole):
+        data = TensorDataset(whole["x"], whole["y"])
+        sampler = DistributedSampler(data, rank=rank, shuffle=False)
+        for x, y in DataLoader(data, len(data), sampler=sampler):
+            plain(state, {"x": x, "y": y})
+
+    return step
 
 
 def scaled(state, part):
@@ -108,19 +120,45 @@ def scaled(state, part):
     trainer.zero_grad()
 
 
-def with_scaler(rank, world):
-    return *ddp(rank, world), torch.amp.GradScaler("cpu")
+def with_scaler(make):
+    return lambda rank, world: (*make(rank, world), torch.amp.GradScaler("cpu"))
 
 
-def with_float16_hook(rank, world):
+def sum_hook(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def hooked(hook):
+    def make(rank, world):
+        net, trainer = ddp(rank, world)
+        net.register_comm_hook(None, hook)
+        return net, trainer
+
+    return make
+
+
+def with_average(rank, world):
     net, trainer = ddp(rank, world)
-    net.register_comm_hook(None, fp16_compress_hook)
-    return net, trainer
+    return net, trainer, AveragedModel(net.module, multi_avg_fn=None)
 
 
-def with_schedules(rank, world):
-    net, trainer = ddp(rank, world)
-    return net, trainer, *[torch.optim.lr_scheduler.ExponentialLR(trainer, 0.5)] * world
+def averaged(everywhere):
+    def step(state, part):
+        net, trainer, average = state
+        plain((net, trainer), part)
+        if everywhere or dist.get_rank() == 0:
+            average.update_parameters(net.module)
+
+    return step
+
+
+def with_schedule(times):
+    def make(rank, world):
+        net, trainer = ddp(rank, world)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer, 0.5)
+        return (net, trainer, *[schedule] * (world if times else 1))
+
+    return make
 
 
 normalized = made(DDP, adam, lambda: nn.BatchNorm1d(16))
@@ -151,25 +189,43 @@ def with_piece(rank, world):
 
 
 EVEN = {"even": True}  # DDP's mean is that of the batch only if all parts are equally large
+WHOLE = {"even": True, "divide": "none"}
 # {case: (make, step, options)}
 RIGHT = {
-    "dropout": (made(DDP, layer=nn.Dropout), plain, {**EVEN, "divide": "strided"}),
-    "DataLoader": (ddp, loaded, {**EVEN, "divide": "none"}),
+    "DDP": (ddp, plain, EVEN),
+    "dropout": (made(DDP, layer=nn.Dropout), plain, EVEN),
+    "DataLoader": (ddp, loaded(), WHOLE),
     "no_sync": (ddp, accumulated(False, True), EVEN),
-    "scaler": (with_scaler, scaled, EVEN),
+    "scaler": (with_scaler(ddp), scaled, EVEN),
     "autocast": (ddp, in_half_precision, EVEN),
+    "fully_shard": (made(sharded, adam), plain, EVEN),
     "ZeRO": (made(DDP, zero), plain, EVEN),
-    "comm hook": (with_float16_hook, plain, EVEN),
+    "comm hook": (hooked(fp16_compress_hook), plain, EVEN),
+    "EMA": (with_average, averaged(True), EVEN),
+    "schedule": (with_schedule(False), plain, EVEN),
     "batch normalization": (normalized, plain, EVEN),
     "own generator": (ddp, with_own_generator, EVEN),
+    "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
     "compile": (made(lambda net: torch.compile(DDP(net))), plain, EVEN),
+    "reference": (alone, by_hand, {**EVEN, "reference": plain}),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
+    "uneven DDP": (ddp, plain, {}, "different sizes"),
+    "DataLoader": (ddp, loaded(rank=0), WHOLE, "same shard"),
     "no_sync": (ddp, accumulated(True, False), EVEN, "no_sync"),
+    "scaler": (with_scaler(alone), scaled, EVEN, "own gradients"),
     "autocast": (ddp, lambda s, p: in_half_precision(s, {**p, "x": p["x"] * (1 + 0.02 * dist.get_rank())}), EVEN, ""),
+    "fully_shard": (
+        made(sharded, adam),
+        lambda s, p: plain(s, {n: a[: 1 + dist.get_rank()] for n, a in p.items()}),
+        EVEN,
+        "",
+    ),
     "ZeRO": (made(bare, zero), plain, EVEN, "own gradients"),
-    "schedule": (with_schedules, plain, EVEN, "only the first"),
+    "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
+    "EMA": (with_average, averaged(False), EVEN, "only the step of process 0"),
+    "schedule": (with_schedule(True), plain, EVEN, "only the first"),
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
     # Adam nearly hides this
     "a factor of 1.002": (made(bare, adam), lambda s, p: by_hand(s, p, factor=1.002), EVEN, "1.002"),

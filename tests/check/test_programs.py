@@ -62,6 +62,7 @@ WRONG = {
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
     "only the last examples": ("update", "choice of its own", scratch(["losses.sum()", "losses[-3:].sum()"])),
     "mean of means": ("update", "sizes", ddp(["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"])),
+    "not scaled": ("update", "0.5 times", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
     "gradients of the step before": ("update", "zero_grad", ddp(["    trainer.zero_grad()\n", ""])),
     "no broadcast": ("start", "different", scratch(["np.random.default_rng(seed)", OWN_DRAW])),
     "running statistics": ("replicas", "running", RIGHT["pytorch/ddp"].partition("\nif __name__")[0] + NORMALIZED),

@@ -41,6 +41,7 @@ def test_scores_and_gradients_are_those_of_the_plain_network(build, block, examp
     net = build()
     X, found = nd.random.uniform(shape=(examples, 1, 28, 28)), []
     for computed in (net, tuning.tuned(net, block)):
+        computed.hybridize(static_alloc=True, static_shape=True)  # as in training
         with autograd.record():
             scores = computed(X)
             loss = nd.log_softmax(scores.reshape((examples, -1)))[:, 3]

@@ -223,6 +223,15 @@ def test_an_exception_in_one_worker_of_a_users_program_ends_all(cwd):
 
 
 @pytest.mark.slow
+def test_with_mpi4py_an_exception_between_two_trainings_ends_all(tmp_path):
+    program = PROGRAM + "    if os.environ['PMI_RANK'] == '1':\n        raise ValueError\n"
+    (tmp_path / "program.py").write_text(f"import os\n{program}")
+    options = json.dumps([{**SYNTHETIC, "limit": 64}] * 2)
+    done = mpiexec((2, sys.executable, "-m", "mpi4py", tmp_path / "program.py", options))
+    assert done.returncode == 1 and "ValueError" in done.stderr
+
+
+@pytest.mark.slow
 def test_workers_do_not_wait_forever_for_one_that_has_failed_early():
     code = "from gluon_mgpu.support import mpi; mpi.SECONDS_TO_START = 1; mpi.world()"
     done = mpiexec((1, sys.executable, "-c", code), (1, "false"))
