@@ -307,9 +307,8 @@ class _Comparison:
         left = ""
         if self.one.facts.get("left"):
             cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
-            if any(
-                names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(cleared.steps[:2], self.one.steps[:2])
-            ):
+            pairs = zip(cleared.steps[:2], self.one.steps[:2])
+            if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
                 left = "a step adds to the gradients of the step before; call zero_grad after each update"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])

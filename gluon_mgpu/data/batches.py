@@ -1,7 +1,9 @@
 """Shuffles examples, makes batches in host memory, and reads results while later steps are already queued.
 
 Python runs ahead of MXNet's engine: it issues steps in bursts and reads their results later, so it waits once per
-burst, not once per step. Random numbers follow from (seed, worker, step), whatever the process did before.
+burst, not once per step.
+
+Random numbers follow from (seed, worker, step), whatever the process did before.
 """
 
 from __future__ import annotations
