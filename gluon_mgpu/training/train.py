@@ -162,9 +162,9 @@ def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Con
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if len(ctx) == 1 or not lessons.is_own(lesson):
         return ""
-    from gluon_mgpu.check.mxnet import compare
+    from gluon_mgpu.check.mxnet import compare_lesson
 
-    report = compare(lesson, ctx, config, data.image_shape, data.classes)
+    report = compare_lesson(lesson, ctx, config, data.image_shape, data.classes, own_trainer=False)
     name = lessons.name_of(lesson)
     if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
