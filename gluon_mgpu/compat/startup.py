@@ -91,6 +91,10 @@ def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
         from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
+    elif not _stock:
+        from gluon_mgpu.compat import pooling
+
+        pooling.install(module)
     if not _stock:  # another library may have loaded OpenMP before
         check_contexts([module.cpu(i) for i in range(_plan.contexts or 1)])
     _repeat_lost_interrupts()
