@@ -6,8 +6,6 @@ from pathlib import Path
 
 from runs import output
 
-from gluon_mgpu.commands.main import COMMANDS
-
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 # from the bottom; the modules in a line are on one level
 LAYERS = [
@@ -65,10 +63,3 @@ def test_modules_that_are_needed_before_mxnet_do_not_import_it():
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError
-
-
-def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
-    scripts = ROOT.parent / "scripts"
-    links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
-    assert links == {"main", "bench", "parity", *COMMANDS}
-    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}

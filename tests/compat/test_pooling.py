@@ -78,8 +78,7 @@ def test_pooling_has_the_bits_of_stock_mxnet_without_onednns_reference_code(tmp_
     results = [[line for line in done.stdout.splitlines() if line.startswith("result")] for done in (stock, ours)]
     assert len(results[0]) == 2 * 6 * 4 * 2 and results[0] == results[1]
     computed = [
-        re.findall(r"pooling.*,simple.*alg:pooling_(avg|max).*oh4kh2sh2dh0ph0_", done.stdout)
-        for done in (stock, ours)
+        re.findall(r"pooling.*,simple.*alg:pooling_(avg|max).*oh4kh2sh2dh0ph0_", done.stdout) for done in (stock, ours)
     ]
     assert {*computed[0]} == {"avg", "max"} and not computed[
         1
