@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 BLOCK = 8  # oneDNN's fast code takes numbers of channels that are multiples of this
-Node = dict[str, Any]  # of a graph, as MXNet writes it
 
 
 def has_avx512() -> bool:
@@ -48,7 +47,7 @@ def install(mx: ModuleType) -> None:
 def _of_arrays(pooling: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(pooling)
     def pool(data: Any = None, *args: Any, **options: Any) -> Any:
-        usual = data is None or args or "out" in options
+        usual = args or "out" in options or not hasattr(data, "dtype")
         how = None if usual else _how(options, data.shape, data.dtype)
         if how == "sum":
             return pooling(data, **{**options, "pool_type": "sum"}) / _area(options)
@@ -117,7 +116,7 @@ def _compiled(mx: ModuleType, symbol: Any, shapes: Mapping[str, Any], types: Map
         dict(zip(results.list_outputs(), function(**{names[name]: value for name, value in known.items()})[1]))
         for function, known in zip(infer, (shapes, types))
     )
-    nodes: list[Node] = []
+    nodes: list[dict[str, Any]] = []
     places: list[int] = []  # for each node of `symbol`: the index of the one in `nodes` that has its results
     for index, node in enumerate(graph["nodes"]):
         node["inputs"] = [[places[source], *rest] for source, *rest in node["inputs"]]
@@ -136,12 +135,12 @@ def _compiled(mx: ModuleType, symbol: Any, shapes: Mapping[str, Any], types: Map
     return compiled if type(symbol) is mx.sym.Symbol else compiled.as_np_ndarray()
 
 
-def _parts(node: Node, how: str | None) -> list[Node]:
+def _parts(node: dict[str, Any], how: str | None) -> list[dict[str, Any]]:
     """The nodes that compute a node's results as `how` says. Each takes the result of the one before."""
     name, attrs = node["name"], node.get("attrs", {})
     hidden = {key: value for key, value in attrs.items() if key.startswith("__")}  # such as the device
 
-    def cast(to: str, name: str) -> Node:
+    def cast(to: str, name: str) -> dict[str, Any]:
         return {"op": "Cast", "name": name, "attrs": {"dtype": to, **hidden}}
 
     if how == "sum":
