@@ -183,8 +183,8 @@ def find(paths: Sequence[str]) -> list[Answer]:
 
 
 def _links(path: str) -> list[str]:
-    """The links in a folder to folders elsewhere, such as students' own. Other links are not followed: those to a folder
-    that contains this one, or is in it, would lead to the same answers again."""
+    """The links in a folder to folders elsewhere, such as students' own. Other links are not followed: those to a
+    folder that contains this one, or is in it, would lead to the same answers again."""
     top = os.path.realpath(path)
     found = []
     for entry in sorted(Path(path).iterdir()):
