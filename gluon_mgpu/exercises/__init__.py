@@ -159,9 +159,9 @@ def find(paths: Sequence[str]) -> list[Answer]:
         links = _links(path)
         inside = []
         for start in (path, *links):
-            for folder, subfolders, names in os.walk(start):
-                inside += [Path(folder, name) for name in names if name.endswith(SUFFIXES)]
-                for link in (os.path.join(folder, name) for name in subfolders):
+            for parent, subfolders, names in os.walk(start):
+                inside += [Path(parent, name) for name in names if name.endswith(SUFFIXES)]
+                for link in (os.path.join(parent, name) for name in subfolders):
                     if os.path.islink(link) and link not in links:
                         log.say(f"{link}: a link to a folder, which is not followed")
         inside.sort()
