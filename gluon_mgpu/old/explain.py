@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from traceback import extract_tb
 from types import TracebackType
 
 from gluon_mgpu.old import packages, python2
@@ -29,15 +31,11 @@ def explain(
     cause = error
     while cause.__context__:  # MXNet hides which module it could not import
         cause = cause.__context__
-    code = file = ""
-    if isinstance(cause, SyntaxError):
-        code, file = python2.code_of(cause), cause.filename or ""
-    elif isinstance(cause, ImportError):
-        file = python2.importer(cause)
+    code = python2.code_of(cause) if isinstance(cause, SyntaxError) else ""
     advice = advice_on(str(cause), code, here=here, start=start)
-    if file:
-        is_import = isinstance(cause, ImportError)
-        advice = (python2.CONVERT if is_import else advice).replace("FILE.py", shlex.quote(file))
+    if isinstance(cause, ImportError) and python2.is_beside_importer(cause):
+        advice = python2.CONVERT
+    advice = advice.replace("FILE.py", shlex.quote(_users_file(cause) or "FILE.py"))
     if isinstance(error, Error):
         log.error("; ".join(filter(None, [str(error), advice])))
     elif isinstance(error, SyntaxError) and advice:
@@ -46,6 +44,15 @@ def explain(
         sys.__excepthook__(kind, error, traceback)
         if advice:
             log.say(advice)
+
+
+def _users_file(error: BaseException) -> str:
+    """The last file of the user's that led to an error; empty if there is none."""
+    files = [frame.filename for frame in extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        files.append(error.filename or "")
+    installed = (sys.prefix, sys.base_prefix)
+    return next((file for file in reversed(files) if os.path.isfile(file) and not file.startswith(installed)), "")
 
 
 def advice_on(message: str, code: str = "", *, here: bool = False, start: Sequence[str] = START) -> str:
@@ -68,13 +75,12 @@ def advice_on(message: str, code: str = "", *, here: bool = False, start: Sequen
         if here:
             return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
         return "if the program is for newer packages, use those of the current environment, with --here"
-    missing = re.search(
-        r"No module named '([A-Za-z]\w*)|Missing optional dependency '(\w+)'|(IProgress) not found", message
-    )
-    if missing is None:
-        return ""
-    name = next(filter(None, missing.groups()))
-    if name == "tkinter":
+    missing = re.search(r"No module named '([A-Za-z]\w*)", message)
+    if missing and missing[1] == "tkinter":
         return "this Python has no Tk (Debian, Ubuntu: python3-tk)"
-    requirement = packages.REQUIREMENTS.get(name, name)
-    return f"if {name} is a package, add it to the environment: `{f' --with {requirement} '.join(start)}`"
+    if missing:
+        requirement = packages.REQUIREMENTS.get(missing[1], missing[1])
+        return f"if {missing[1]} is a package, add it to the environment: `{f' --with {requirement} '.join(start)}`"
+    if message.startswith("IProgress not found"):
+        return f"add ipywidgets to the environment: `{' --with ipywidgets '.join(start)}`"
+    return ""

@@ -36,7 +36,6 @@ REQUIREMENTS = {
     "gluonnlp": "gluonnlp==0.10.0",
     "gluonts": "gluonts==0.11.12",
     "google": "protobuf",
-    "IProgress": "ipywidgets",
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }

@@ -80,13 +80,12 @@ def cell_without_commands(cell: str) -> str:
     return re.sub(r"^([ \t]*)([%!?].*|.*\?)$", r"\1pass", cell, flags=re.MULTILINE)
 
 
-def importer(error: ImportError) -> str:
-    """The file of a package that imports a module beside it by its bare name, as in Python 2; empty if it is not so."""
+def is_beside_importer(error: ImportError) -> bool:
+    """Whether a module that was not found is in the folder of the package that imports it, where Python 2 looked."""
     traceback = error.__traceback__
     while traceback and traceback.tb_next:
         traceback = traceback.tb_next
     if not traceback or not error.name or not traceback.tb_frame.f_globals.get("__package__"):
-        return ""
-    file = traceback.tb_frame.f_code.co_filename
-    beside = Path(file).with_name(error.name.partition(".")[0])
-    return file if beside.with_suffix(".py").is_file() or (beside / "__init__.py").is_file() else ""
+        return False
+    beside = Path(traceback.tb_frame.f_code.co_filename).with_name(error.name.partition(".")[0])
+    return beside.with_suffix(".py").is_file() or (beside / "__init__.py").is_file()
