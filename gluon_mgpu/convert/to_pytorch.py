@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu import __version__
+from gluon_mgpu.convert import gradients
 from gluon_mgpu.convert.blocks import (
     TAKEN,
     Class,
@@ -445,6 +446,17 @@ def load_and_run(network: Exported, base: str, program: str) -> None:
 
 def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files in a new process, and compute the outputs for each of the network's samples."""
-    load_and_run(network, base, RUN)
+    gradients.write_reference(network, base)
+    load_and_run(network, base, RUN + gradients.COMPARE)
     with np.load(f"{base}.npz") as arrays:
         return [[arrays[f"{i} {k}"] for k in range(len(sample.outputs))] for i, sample in enumerate(network.samples)]
+
+
+def differences(network: Exported, base: str, tolerance: float) -> tuple[list[str], str]:
+    """How the written module trains differently: see `gradients.differences`. `outputs` has run before."""
+    found, failure = gradients.differences(network, base, tolerance)
+    if failure:  # such as an operator that PyTorch computes only in float32
+        gradients.write_reference(network, base, ["float32"])
+        load_and_run(network, base, gradients.COMPARE)
+        found, failure = gradients.differences(network, base, tolerance)
+    return found, failure
