@@ -34,8 +34,10 @@ MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 FLOATS = ("float16", "float32", "float64")
-# Training layers, whose second input is the labels, and the operators that compute their outputs from the first input
-LOSSES = {
+# Operators that are replaced by others, which compute their outputs from the first input: training layers, whose second
+# input is the labels, and one for sparse arrays
+REPLACED = {
+    "_square_sum": ("square", "sum"),
     "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
     "LogisticRegressionOutput": ("sigmoid",),
     **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
@@ -43,7 +45,8 @@ LOSSES = {
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, or "length"}. Operators have their simple names.
+# the size of an axis of the first input, "length", or "all" for the length of the longest sequence}. Operators have
+# their simple names.
 INDICES: dict[str, dict[int, str]] = {
     "embedding": {0: "input_dim"},
     "onehot": {0: "depth"},
@@ -374,10 +377,10 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
         attrs.pop("__dtype__", None)
-        if simple(node["op"]) == "batchnorm" and attrs.get("fix_gamma", "True") in TRUE:
-            name = nodes[node["inputs"][1][0]]["name"]
-            if name in network.params:
-                network.params[name] = np.ones_like(network.params[name])  # MXNet ignores the file's value
+        if "batchnorm" in simple(node["op"]) and attrs.get("fix_gamma", "True") in TRUE:
+            gamma, *others = (nodes[i]["name"] for i, *_ in node["inputs"][1:])
+            if known := [network.params[name] for name in (gamma, *others) if name in network.params]:
+                network.params[gamma] = np.ones_like(known[0])  # MXNet ignores the file's value
     inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in network.params}
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
@@ -466,23 +469,24 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
 
 
 def _without_losses(graph: Graph) -> Graph:
-    """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    """Replace the operators in REPLACED, so that labels are no longer inputs."""
     nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
     for node in graph["nodes"]:
         inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
-        if node["op"] in LOSSES:
+        if node["op"] in REPLACED:
             attrs, first = node.get("attrs", {}), inputs[0]
-            ops, axis = LOSSES[node["op"]], None
+            ops, last = REPLACED[node["op"]], attrs if node["op"] == "_square_sum" else {}
             if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
-                ops, axis = ("softmax",), "-1" if attrs.get("preserve_shape") in TRUE else "1"
+                ops, last = ("softmax",), {"axis": "-1" if attrs.get("preserve_shape") in TRUE else "1"}
             for op in ops:
                 name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
-                nodes.append({"op": op, "name": name, "attrs": {"axis": axis} if axis else {}, "inputs": [first]})
+                nodes.append({"op": op, "name": name, "attrs": last if op == ops[-1] else {}, "inputs": [first]})
                 first = [len(nodes) - 1, 0, 0]
-            if len(ops) > 1:
+            if ops[-1] == "reshape_like":
                 nodes[-1]["inputs"].append(inputs[0])  # the shape
         else:
-            nodes.append({**node, "inputs": inputs})
+            op = node["op"].replace("_contrib_SparseEmbedding", "Embedding")
+            nodes.append({**node, "op": op, "inputs": inputs})
         moved.append(len(nodes) - 1)
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
     graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
@@ -494,7 +498,10 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
-        for position, sizes in INDICES.get(simple(node["op"]), {}).items():
+        positions = INDICES.get(simple(node["op"]), {})
+        if attrs.get("use_sequence_length") in TRUE and node["op"] == "RNN":
+            positions = {len(inputs) - 1: "all"}
+        for position, sizes in positions.items():
             if position >= len(inputs):  # no lengths
                 continue
             dtype = "int32" if simple(node["op"]) == "softmax" else "float32"
@@ -504,13 +511,13 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
                 kind, default = attributes(node["op"]).get("axis", ("int", "0"))
                 axis = parse(kind, attrs.get("axis", default))
                 count = math.prod(inputs[0]) if axis is None or not inputs[0] else inputs[0][axis]
-            low, high = (1, count + 1) if sizes == "length" else (0, count)
+            low, high = {"length": (1, count + 1), "all": (count, count + 1)}.get(sizes, (0, count))
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
-            _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), dtype
+            least, other, _ = found.get(name, (0, high, ""))
+            found[name] = max(low, least), min(high, other), dtype
     return found
 
 

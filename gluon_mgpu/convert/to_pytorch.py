@@ -108,7 +108,9 @@ np.savez(base + ".npz", **results)
 
 # Options of layers that need not be written
 DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
-SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = (
+    "arange blackman eye full hamming hanning identity indices linspace logspace ones zeros".split()
+)  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -151,6 +153,7 @@ class _Graph:
         for i, node in enumerate(self.nodes):
             inputs = [found.get((j, output)) for j, output, *_ in node["inputs"]]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
+            fixed &= not re.search(r"\b0\b", node.get("attrs", {}).get("shape", ""))  # begin_state
             if node["op"] == "null":
                 constant, description = node["name"] in self.network.params, node["name"]
             elif node["op"] == "_contrib_MultiBoxPrior":  # depends only on the size of the image
