@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -75,23 +76,24 @@ def setting(name: str, value: object = None) -> str:
         return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
     if value is False:
         return option.replace("--", "--no-", 1)
-    return option if value is None or value is True else f"{option} {shown(value)}"
+    return option if value is None or value is True else f"{option} {shlex.quote(shown(value))}"
 
 
 def command(words: str) -> str:
     """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
-    if not caller.program.endswith(".py"):
+    *python, program = shlex.split(caller.program)
+    if not program.endswith(".py"):
         return f"{caller.program} {words}"
-    folder, slash, _ = caller.program.rpartition("/")
     name, space, rest = words.partition(" ")
-    return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
+    script = os.path.join(os.path.dirname(program), f"{name}.py")
+    return f"{shlex.join([*(python or ['python']), script])}{space}{rest}"
 
 
 def shown(value: object) -> str:
-    """Format a setting's value, without spaces: (1, 2) -> "1,2"."""
+    """Format a setting's value: (1, 2) -> "1,2"."""
     if isinstance(value, (list, tuple)):
         return ",".join(f"{number:g}" if isinstance(number, float) else str(number) for number in value)
-    return str(value) or repr(value)
+    return str(value)
 
 
 def line_of(error: BaseException) -> str:
