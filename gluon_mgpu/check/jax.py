@@ -20,7 +20,7 @@ import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare
 from gluon_mgpu.check.processes import Send
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 

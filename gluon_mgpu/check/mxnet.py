@@ -27,13 +27,13 @@ import gluon_mgpu.check.judge as judge
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
 from gluon_mgpu.check.processes import where
-from gluon_mgpu.data.batches import restored_afterward, seed_generators
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
+from gluon_mgpu.training.seeds import restored_afterward, seed_generators
 
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", "lenet")
 LR = 0.7  # not 1, so that a power of it is another number
@@ -108,7 +108,7 @@ class MXNet(Driver):
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
-        lessons.check_settings(self.as_trained, lesson)
+        lessons.describe(lesson).check_settings(self.as_trained)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:

@@ -38,7 +38,7 @@ from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names

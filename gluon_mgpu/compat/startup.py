@@ -276,10 +276,9 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     alone = contexts == 1 and _one_thread_computes()
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        if _plan.own_threads:
-            pass
-        elif not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST_THREADS:
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")  # with one number for each level of nesting
+        valid = all(number.strip().isdecimal() and 1 <= int(number) <= MOST_THREADS for number in asked)
+        if not valid and not _plan.own_threads:
             _put("OMP_NUM_THREADS", str(max(1, cores() // processes)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

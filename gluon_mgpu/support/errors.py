@@ -77,7 +77,7 @@ def setting(name: str, value: object = None) -> str:
         return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
     if value is False:
         return option.replace("--", "--no-", 1)
-    return option if value is None or value is True else f"{option} {shown(value)}"
+    return option if value is None or value is True else f"{option} {shlex.quote(shown(value))}"
 
 
 def command(words: str) -> str:
@@ -90,10 +90,10 @@ def command(words: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Format a setting's value, without spaces: (1, 2) -> "1,2"."""
+    """Format a setting's value: (1, 2) -> "1,2"."""
     if isinstance(value, (list, tuple)):
         return ",".join(f"{number:g}" if isinstance(number, float) else str(number) for number in value)
-    return str(value) or repr(value)
+    return str(value)
 
 
 def line_of(error: BaseException) -> str:
