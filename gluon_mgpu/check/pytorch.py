@@ -93,6 +93,12 @@ class PyTorch(Driver):
     divide: str
     seconds: float
     unit = "process"
+    advice = {
+        "not summed": "sum them in place, before the update (in DDP, in the last backward pass)",
+        "replicas": "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync",
+        "statistics": "average or broadcast them, as DDP does",
+        "left": "call zero_grad after each update",
+    }
 
     def batch(self, i: int, n: int) -> Any:
         seed_all(i)

@@ -11,7 +11,7 @@ import numpy as np
 from mxnet import Context
 
 from gluon_mgpu import __version__
-from gluon_mgpu.check.mxnet import compare
+from gluon_mgpu.check.mxnet import compare_lesson
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
@@ -98,7 +98,7 @@ def _compare_with_one_device(lesson: Lesson, ctx: list[Context], config: Config,
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if len(ctx) == 1 or not lesson.is_own:
         return ""
-    report = compare(lesson.module, ctx, config, data.image_shape, data.classes)
+    report = compare_lesson(lesson.module, ctx, config, data.image_shape, data.classes, own_trainer=False)
     if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
         log.say(f"{lesson.name} {report.line}{without}")
