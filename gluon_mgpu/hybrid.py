@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mxnet import Context, autograd, nd
+from mxnet import Context, autograd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu import scratch
 from gluon_mgpu.partition import block, convolution
 from gluon_mgpu.scratch import Params, allreduce, split_and_load
-from gluon_mgpu.support.errors import UsageError
 
 Mesh = Sequence[Sequence[Context]]
 
@@ -24,8 +23,7 @@ def place(params: Params, mesh: Mesh) -> list[list[Params]]:
 
     Device j of each row gets part j of the rows of W3 and b3, and of the columns of W4, and all of the other five.
     """
-    if len(mesh[0]) > 128:
-        raise UsageError("mesh", len(mesh[0]), "the hidden layer has 128 values; use at most 128 devices per row")
+    assert len(mesh[0]) <= 128, "the hidden layer has 128 values, for at most as many devices in a row"
     *whole, W3, b3, W4, b4 = params
     parts = zip(*[split_and_load(p, [p.context] * len(mesh[0])) for p in (W3, b3, W4.T)])
     of_columns = [[*whole, W3, b3, W4.T, b4] for W3, b3, W4 in parts]

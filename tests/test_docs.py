@@ -143,7 +143,7 @@ IMPORTED = {"BenchMark", "copy_to_cpu", "stages"}
         ("\n".join(blocks("gluon.md")), scratch, ""),
         (cells("asynchrony.md"), asynchrony, "run_asynchronously run_one_after_another run_at_once run_and_copy"),
         (cells("partition.md"), partition, "train_batch_network train_batch_layers"),
-        (cells("hybrid.md").replace("def allreduce(", "def counted("), hybrid, "place train_batch"),
+        (cells("hybrid.md"), hybrid, "place train_batch"),
         (cells("rings.md"), sharded, "ddp"),
         (cells("rings.md") + "\n" + cells("zero.md"), sharded, "ddp zero1 zero3"),
     ],

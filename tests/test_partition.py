@@ -1,5 +1,6 @@
 """The ways to split LeNet across devices, compared with NumPy in float64."""
 
+import re
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -179,7 +180,8 @@ def whole(row, read):
 
 
 @pytest.mark.parametrize(
-    "rows, columns", [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(1, 1), (1, 4), (3, 1), (2, 3)])]
+    "rows, columns",
+    [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(1, 1), (1, 4), (3, 1), (2, 3)])],
 )
 def test_three_steps_on_a_mesh_give_the_losses_gradients_and_parameters_of_float64(rows, columns):
     (mesh, mesh_params), rounding = mesh_of(rows, columns), 0
@@ -221,4 +223,4 @@ def test_the_groups_of_a_mesh_copy_the_bytes_that_the_page_says(rows, columns):
     numbers = [f"{size / 1e6:.2f} MB" for size in (of_row, of_column, sum(size for *_, size in copies)) if size]
     page = (ROOT / "docs/hybrid.md").read_text()
     [line] = [line for line in page.splitlines() if line.startswith(f"| {rows} x {columns}")]
-    assert [cell for cell in line.split(" | ")[1:] if cell.strip()][:-1] == numbers[:-1] and numbers[-1] in line
+    assert re.findall(r"[\d.]+ MB", line) == numbers
