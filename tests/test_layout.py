@@ -12,7 +12,7 @@ LAYERS = [
     ["support"],
     ["compat"],
     ["data"],
-    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "old"],
+    ["scratch", "highlevel", "partition", "hybrid", "asynchrony", "sharded", "networks", "old"],
     ["training"],
     ["check"],
     ["evaluate", "convert"],

@@ -111,6 +111,8 @@ class PyTorch(Driver):
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
+        if self.reference:  # the processes of a tensor group share examples
+            return None
         sessions = [self.run(count, [batch], probe=True) for count in (k, 1)]
         if not all(session.steps for session in sessions):
             return None
