@@ -28,7 +28,7 @@ from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shard
 from gluon_mgpu.check.kept import DIFFERS, Values, differences, kept
 from gluon_mgpu.check.processes import Send
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 # functions of jax.random that draw nothing that depends on the precision

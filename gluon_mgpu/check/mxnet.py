@@ -29,7 +29,6 @@ from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shard
 from gluon_mgpu.check.kept import DIFFERS, Values, differences, kept
 from gluon_mgpu.check.processes import where
 from gluon_mgpu.check.trainer import own_trainer
-from gluon_mgpu.data.batches import restored_afterward, seed_generators
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError
@@ -37,6 +36,7 @@ from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
+from gluon_mgpu.training.seeds import restored_afterward, seed_generators
 from gluon_mgpu.training.step import average_running_stats
 from gluon_mgpu.training.workers import Group
 
@@ -128,7 +128,7 @@ class MXNet(Driver):
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
-        lessons.check_settings(self.as_trained, lesson)
+        lessons.describe(lesson).check_settings(self.as_trained)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:

@@ -38,7 +38,7 @@ from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
@@ -111,6 +111,8 @@ class PyTorch(Driver):
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
+        if self.reference:  # the processes of a tensor group share examples
+            return None
         sessions = [self.run(count, [batch], probe=True) for count in (k, 1)]
         if not all(session.steps for session in sessions):
             return None
