@@ -101,7 +101,7 @@ class JAX(Driver):
     def run(
         self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
     ) -> Session:
-        """constant: all random numbers are the same. The steps on one device are taken once for all numbers of others."""
+        """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
         contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
         key = (k, double, constant, seed, *contents)
         if key not in self.sessions:
