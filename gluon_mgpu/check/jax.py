@@ -6,6 +6,7 @@ with arrays that are divided among the devices.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -55,11 +56,12 @@ class JAX(Driver):
     }
 
     def __init__(self, file: str, seconds: float) -> None:
-        self.file, self.seconds, self.notes = file, seconds, list[str]()
+        self.file, self.seconds, self.batches = file, seconds, dict[tuple[int, int], Any]()
+        self.devices: Sequence[str] = ()
+        self.sessions = dict[tuple[Any, ...], Session]()
         self.one, self.kept, self.draws = dict[str, Any](), dict[bool, Values](), False
         self.has_replicas, self.has_batches = self._in_process(_form)
         self.uneven = self.has_replicas
-        self.batch = functools.cache(self.batch)
 
     def _in_process(self, function: Callable[[ModuleType], Any], k: int = 1) -> Any:
         """What a function of a fresh copy of the file returns, in a process with k devices."""
@@ -76,7 +78,9 @@ class JAX(Driver):
             batch = module.example_batch(n)
             return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
-        return self._in_process(draw) if self.has_batches else super().batch(i, n)
+        if (i, n) not in self.batches:
+            self.batches[i, n] = self._in_process(draw) if self.has_batches else super().batch(i, n)
+        return self.batches[i, n]
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         return jax.tree.map(lambda array: array[[*examples]], batch)
@@ -97,7 +101,15 @@ class JAX(Driver):
     def run(
         self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
     ) -> Session:
-        """constant: all random numbers are the same."""
+        """constant: all random numbers are the same. The steps on one device are taken once for all numbers of others."""
+        contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
+        key = (k, double, constant, seed, *contents)
+        if key not in self.sessions:
+            self.sessions = {old: session for old, session in self.sessions.items() if old[0] == 1}
+            self.sessions[key] = self._run(k, batches, double, constant, seed)
+        return copy.deepcopy(self.sessions[key])
+
+    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool, seed: int) -> Session:
         side = Side(self.file, k, self.has_replicas, double, constant, self.one)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
         session = Session(failure=outcome.failure, late=outcome.late)
@@ -107,12 +119,12 @@ class JAX(Driver):
                 session.add(before, after, losses)
             else:
                 session.start = after
-        self.devices = session.facts.get("devices", ())
         self.draws |= bool(session.facts.get("draws"))
         if k == 1 and session.start:
             self.one = {name: a.shape for name, a in session.start[0].items()}
         if outcome.stages and len(batches) > 1 and not seed:
             self.kept[k > 1] = outcome.stages[-1][0][-1]
+            self.devices = session.facts["devices"] if k > 1 else self.devices
         return session
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
@@ -141,10 +153,12 @@ class JAX(Driver):
             return "several", ""  # there is another reason
         parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
         sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
-        several, *alone = (self.run(count, [part], double=True).steps[0].changes[0] for count, part in sides)
-        if _equal(several, {n: sum(a[n] for a in alone) / k for n in several}) or _equal(
-            several, {n: sum(a[n] for a in alone) for n in several}
-        ):
+        sessions = [self.run(count, [part], double=True) for count, part in sides]
+        if not all(session.steps for session in sessions):
+            return "several", ""
+        several, *alone = (session.steps[0].changes[0] for session in sessions)
+        total = {n: np.sum([a[n] for a in alone], axis=0) for n in several}
+        if any(_equal(several, {n: a * share for n, a in total.items()}) for share in (1, 1 / k)):
             advice = "draw them for the whole batch and divide them, or fold the device's index into the key"
             return "update", f"each device draws the same random numbers for its examples; {advice}"
         return "compared", "each device draws random numbers of its own; draw those of the whole batch, or none"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,16 @@ class Driver:
     image_shape: Sequence[int] = (1, 28, 28)
     classes = 10
     uneven = True
-    notes: Sequence[str] = ()
     advice: Mapping[str, str] = {
         "not summed": "sum them before the update",
         "replicas": "sum all gradients before the update",
         "statistics": "average them, or send those of the first to the others",
         "left": "set them to 0 after each update",
     }
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return []
 
     def batch(self, i: int, n: int) -> Any:
         """Batch i, of n examples. Here, random images and labels."""

@@ -124,7 +124,7 @@ class MXNet(Driver):
         own_trainer: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
-        self.own_trainer, self.notes, self.kept = own_trainer, list[str](), dict[tuple[bool, bool], Values]()
+        self.own_trainer, self.kept = own_trainer, dict[tuple[bool, bool], Values]()
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
