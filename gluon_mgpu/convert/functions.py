@@ -4,6 +4,11 @@ import torch
 from torch.nn import functional as F
 
 
+def scale_gradient(x, scale):
+    """x, with its gradient multiplied by scale."""
+    return x.detach() + scale * (x - x.detach())
+
+
 def softmax_of_lengths(x, lengths, dim):
     """Softmax of the first elements along an axis; the others become 0."""
     positions = torch.arange(x.shape[dim], device=x.device)
@@ -50,6 +55,7 @@ def affine_grid(theta, height, width):
     return (theta.reshape(-1, 2, 3) @ points).transpose(1, 2).reshape(-1, height, width, 2)
 
 
+@torch.no_grad()  # as in MXNet
 def box_decode(x, anchors, scales, largest, corners):
     """Boxes (x1, y1, x2, y2) from their differences to anchors, which are corners, or a center and a size."""
     center, size = anchors.split(2, -1)
