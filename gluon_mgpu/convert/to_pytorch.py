@@ -35,10 +35,12 @@ from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
 
 SUFFIXES = (".py", ".safetensors")
-PACKAGES = ("torch", "safetensors")
+PACKAGES = ("torch", "safetensors", "ruff")
 USAGE = "the docstring of {prefix}.py shows how to load the network"
 
-MODULE = '''"""A network converted from MXNet by gluon_mgpu {version}. To load the network and its parameters:
+MODULE = '''"""A network converted from MXNet by gluon_mgpu {version}.
+
+To load the network and its parameters:
 
     from safetensors.torch import load_model
 
@@ -55,7 +57,7 @@ from torch.nn import functional as F
 {definitions}
 
 class Net(nn.Module):
-    """Inputs: {inputs}. Outputs: {outputs}."""
+    """{docstring}"""
 
 {net}
 '''
@@ -106,6 +108,7 @@ for sample, inputs in samples.items():
 np.savez(base + ".npz", **results)
 """
 
+LINE_LENGTH = 100
 # Options of layers that need not be written
 DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
 SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
@@ -435,7 +438,7 @@ def _methods(code: Class, words: set[str]) -> str:
             layers.append(f"self.{join(layer.name, name)}.requires_grad_(False)  # as in MXNet")
         for name, owner in layer.shared:
             layers.append(
-                f"self.{layer.name}.{name} = self.{join(owner.layer.name, owner.name)}  # shared, as in MXNet"
+                f"# Shared, as in MXNet\nself.{layer.name}.{name} = self.{join(owner.layer.name, owner.name)}"
             )
     lines = _lines(code, words)
     methods = INIT.format(arguments=", ".join(["self", *code.words]), layers=_indent(layers)) if layers else ""
@@ -446,16 +449,15 @@ def _methods(code: Class, words: set[str]) -> str:
 
 
 def _indent(lines: list[str]) -> str:
-    """The code inside a method. Long lines are split inside their brackets."""
-    result = list[str]()
-    for line in lines:
-        first, last = line.find("("), line.rfind(")")
-        if len(line) > 112 and 0 < first < last:
-            parts = textwrap.wrap(line[first + 1 : last], 108, break_long_words=False, break_on_hyphens=False)
-            result += [line[: first + 1], *(f"    {part}" for part in parts), line[last:]]
-        else:
-            result.append(line)
-    return textwrap.indent("\n".join(result), " " * 8)
+    return textwrap.indent("\n".join(lines), " " * 8)
+
+
+def _write_formatted(file: Path, code: str) -> None:
+    """Write code that ruff has formatted."""
+    compile(code, file.name, "exec")  # raises SyntaxError
+    file.write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", f"--line-length={LINE_LENGTH}", str(file)]
+    subprocesses.raise_for_status("ruff", subprocesses.run(command))
 
 
 def write(network: Exported, base: str) -> None:
@@ -472,6 +474,8 @@ def write(network: Exported, base: str) -> None:
     for layer in layers:
         layer.name = identifier(layer.name, used)
     inputs = [f"{identifier(name, set())} ({', '.join(map(str, network.axes(name)))})" for name in network.inputs]
+    outputs = ", ".join(identifier(name, set()) for name in network.outputs)
+    docstring = textwrap.wrap(f"Inputs: {', '.join(inputs)}. Outputs: {outputs}.", LINE_LENGTH - 10)
     words = {*WORDS, *(block.name for block in classes)}
     blocks = [f"class {block.name}(nn.Module):\n{_methods(block, words)}" for block in classes]
     methods = _methods(net, words)
@@ -480,11 +484,10 @@ def write(network: Exported, base: str) -> None:
         version=__version__,
         name=os.path.basename(base),
         definitions="".join(f"\n\n{definition}\n" for definition in definitions),
-        inputs=", ".join(inputs),
-        outputs=", ".join(identifier(name, set()) for name in network.outputs),
+        docstring="\n    ".join(docstring) + "\n    " * (len(docstring) > 1),
         net=methods,
     )
-    Path(f"{base}.py").write_text(code, encoding="utf-8")
+    _write_formatted(Path(f"{base}.py"), code)
     state = {join(layer.name, key): array for layer in layers for key, array in layer.state.items()}
     metadata = {key: graph.names[id(array)] for key, array in state.items() if id(array) in graph.names}
     save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
