@@ -746,6 +746,11 @@ def einsum(node: Node, *inputs: str) -> str:
     return call("torch.einsum", repr(subscripts), *inputs)
 
 
+def syrk(node: Node, a: str) -> str:
+    flipped = f"{a}.transpose(-2, -1)"
+    return f"{node['alpha']!r} * ({f'{flipped} @ {a}' if node['transpose'] else f'{a} @ {flipped}'})"
+
+
 def solve_triangular(node: Node, a: str, b: str) -> str:
     flipped, alpha = node["transpose"], node["alpha"]
     source = b if alpha == 1 else f"{alpha!r} * {b}"
@@ -825,7 +830,6 @@ RULES: dict[str, Rule] = {
         "image_normalize": image_normalize,
         "image_resize": image_resize,
     },
-    **{"image_flip_left_right": "{0}.flip(-2)", "image_flip_top_bottom": "{0}.flip(-3)"},
     "image_crop": lambda node, x: (
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
@@ -848,9 +852,7 @@ RULES: dict[str, Rule] = {
     **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})", "copysign": "torch.copysign({0}, {1})"},
     **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
     **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
-    "linalg_syrk": lambda node, a: (
-        f"{node['alpha']!r} * ({f'{a}.transpose(-2, -1) @ {a}' if node['transpose'] else f'{a} @ {a}.transpose(-2, -1)'})"
-    ),
+    "linalg_syrk": syrk,
     **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
@@ -920,11 +922,11 @@ SIMPLE_RULES = {simple(name): rule for name, rule in RULES.items() if not name.s
 REASONS = {
     "Custom": "the graph does not contain its code",
     **dict.fromkeys(("_foreach", "_while_loop", "_cond"), "loops and branches are not supported"),
-    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
+    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels"),
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
     **dict.fromkeys(
         ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
-        "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
+        "which boxes it keeps depends on rounding, so it cannot be checked",
     ),
     **dict.fromkeys(("_contrib_PSROIPooling", "_contrib_DeformablePSROIPooling"), "MXNet computes it only on GPUs"),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
@@ -938,8 +940,6 @@ def find_rule(op: str) -> Rule | None:
 
 def reason(op: str) -> str:
     """Why an operator cannot be converted."""
-    if "quantize" in op:
-        return "quantized operators are not supported"
-    if "random" in op or "sample" in op:
+    if re.search("random|sample|shuffle|_npi_(normal|uniform|bernoulli|gamma|gumbel|choice|multinomial)", op):
         return "its random numbers differ between frameworks"
     return REASONS.get(op, "it is not supported")
