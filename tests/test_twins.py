@@ -169,7 +169,7 @@ def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines()
 @needs_torch
 @pytest.mark.slow
 def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
-    page, program = (ROOT / "docs/pytorch.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
+    page, program = (ROOT / "docs/rings.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
     answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
     file = tmp_path / "by_hand.py"
     results = []
