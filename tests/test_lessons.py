@@ -17,15 +17,15 @@ from mxnet import gluon, nd
 from runs import call
 from test_partition import batch, contexts
 
-from gluon_mgpu import highlevel, networks, scratch, sharded, train
+from gluon_mgpu import highlevel, scratch, sharded, train
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets, splitting
 from gluon_mgpu.support import errors
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu.training import lessons, models, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import read
 from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.record import read
 
 MXNET_2 = mx.__version__ >= "2"
 LR = 0.2
@@ -213,8 +213,8 @@ def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, t
 
 def test_a_network_with_the_lessons_name_or_too_few_names_is_refused():
     with pytest.raises(UsageError):
-        networks.register("lenet", small_networks.dense)
-    networks.register("two-names", small_networks.normalized, names=("a", "b"))
+        registry.register("lenet", small_networks.dense)
+    registry.register("two-names", small_networks.normalized, names=("a", "b"))
     with pytest.raises(UsageError):
         build(highlevel, 1, model="two-names")
 

@@ -7,7 +7,7 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +61,21 @@ class Session:
 
 
 class Driver:
-    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch."""
+    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch. uneven: whether it
+    can be uneven. notes: for the user, after `checks`. advice: what to do in this framework, for {what is wrong}."""
 
     unit = "device"
     divides = "the step"
     image_shape: Sequence[int] = (1, 28, 28)
     classes = 10
+    uneven = True
+    notes: Sequence[str] = ()
+    advice: Mapping[str, str] = {
+        "not summed": "sum them before the update",
+        "replicas": "sum all gradients before the update",
+        "statistics": "average them, or send those of the first to the others",
+        "left": "set them to 0 after each update",
+    }
 
     def batch(self, i: int, n: int) -> Any:
         """Batch i, of n examples. Here, random images and labels."""
@@ -157,7 +166,7 @@ class _Comparison:
         self.driver, self.k, self.steps, self.even, self.unit = driver, k, steps, even, driver.unit
         self.how, self.notes = report.how, report.notes
         n = -(-EXAMPLES // k) * k
-        self.sizes = [n] * steps + [n + 1]
+        self.sizes = [n] * steps + [n + 1] * driver.uneven
         self.batches = [driver.batch(i, size) for i, size in enumerate(self.sizes)]
         self.shards: list[Shards] | None = None
 
@@ -181,6 +190,7 @@ class _Comparison:
         if not wrong:
             yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
+        self.notes += [note for note in self.driver.notes if note not in self.notes]
         stale = "a step uses the gradients of an earlier batch; update with those of its own"
         yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
 
@@ -309,7 +319,7 @@ class _Comparison:
             cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
             pairs = zip(cleared.steps[:2], self.one.steps[:2])
             if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
-                left = "a step adds to the gradients of the step before; call zero_grad after each update"
+                left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
         yield "devices", wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
@@ -341,7 +351,7 @@ class Evidence:
     def __init__(
         self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
     ) -> None:
-        self.unit, self.devices = of.unit, [f"{of.unit} {rank}" for rank in range(of.k)]
+        self.unit, self.advice, self.devices = of.unit, of.driver.advice, [f"{of.unit} {rank}" for rank in range(of.k)]
         self.changes, self.alone, self.unsynced = several, [arrays for [arrays] in alone], of.unsynced
         everywhere = [*self.changes, *self.alone]
         self.names = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
@@ -366,9 +376,8 @@ class Evidence:
         """Whether each device updates with its own gradients only."""
         wrong = [self.wrong(change) for change in self.changes]
         own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.names) else f" for {_some(own)}"
-        advice = "sum them in place, before the update (in DDP, in the last backward pass)"
-        return f"each {self.unit} updates with its own gradients{of}; {advice}" if own else ""
+        of = "" if len(own) == len(self.names) else f" for {some(own)}"
+        return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
 
     def _is_own(self, name: str, rank: int) -> bool:
         """Whether a device's update of an array uses only the gradients of its own examples."""
@@ -387,11 +396,9 @@ class Evidence:
             if right:
                 advice = "update each with the sum, in the same way"
                 return f"only the step of {', '.join(right)} is right ({names}); {advice}"
-            advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
-            return f"after a step, the replicas have different parameters ({names}); {advice}"
+            return f"after a step, the replicas have different parameters ({names}); {self.advice['replicas']}"
         names = names_that_differ([{n: change[n] for n in self.unsynced} for change in self.changes])
-        advice = "average or broadcast them, as DDP does"
-        return f"the replicas have different running statistics ({names}); {advice}" if names else ""
+        return f"the replicas have different running statistics ({names}); {self.advice['statistics']}" if names else ""
 
     def update(self, is_right_if_alike: Callable[[], bool], are_means: bool) -> Claim:
         """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same.
@@ -399,7 +406,7 @@ class Evidence:
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
-            return "update", f"the update is not finite ({_some(infinite)})"
+            return "update", f"the update is not finite ({some(infinite)})"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
         where = "the update" + _where(elements, whole)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
@@ -408,7 +415,7 @@ class Evidence:
             used = [i for i in range(k) if abs(weights[i]) > 1e-3]
             if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
                 names = ", ".join(self.devices[i] for i in used)
-                where = f"the update of {_some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
+                where = f"the update of {some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
@@ -483,7 +490,7 @@ def not_finite(step: Step) -> str:
     if not wrong:
         return ""
     value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
-    where = "losses" if wrong[0] == "losses" else f"gradients ({_some(wrong)})"
+    where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
@@ -539,7 +546,7 @@ def _where(wrong: Arrays, expected: Arrays) -> str:
     if sum(mask.sum() for mask in wrong.values()) > 0.5 * sum(np.count_nonzero(value) for value in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
-    return " of " + _some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
+    return " of " + some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
 
 
 def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
@@ -552,7 +559,7 @@ def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.n
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -561,4 +568,4 @@ def names_that_differ(devices: Sequence[Arrays]) -> str:
     if not devices:
         return ""
     first, *others = devices
-    return _some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])
+    return some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

@@ -38,7 +38,7 @@ from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
@@ -93,6 +93,12 @@ class PyTorch(Driver):
     divide: str
     seconds: float
     unit = "process"
+    advice = {
+        "not summed": "sum them in place, before the update (in DDP, in the last backward pass)",
+        "replicas": "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync",
+        "statistics": "average or broadcast them, as DDP does",
+        "left": "call zero_grad after each update",
+    }
 
     def batch(self, i: int, n: int) -> Any:
         seed_all(i)

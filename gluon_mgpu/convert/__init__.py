@@ -74,6 +74,11 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
             if not near and not network.is_rounding(found):
                 what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
                 raise Error(f"{prefix}: {what}; nothing was written; a larger --tolerance accepts them")
+            if to == "pytorch":
+                differing, uncompared = to_pytorch.differences(network, base, tolerance)
+                if differing:
+                    what = "; ".join(differing[:3]) + f"; and {len(differing) - 3} more" * (len(differing) > 3)
+                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
@@ -88,6 +93,8 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
     difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
+    if to == "pytorch" and uncompared:
+        report += f"gradients were not compared ({uncompared})\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
     if {*batches} == {1}:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import math
@@ -33,15 +34,19 @@ MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 FLOATS = ("float16", "float32", "float64")
-# Training layers, whose second input is the labels, and the operators that compute their outputs from the first input
-LOSSES = {
+# Operators that are replaced by others, which compute their outputs from the first input: training layers, whose second
+# input is the labels, and one for sparse arrays
+REPLACED = {
+    "_square_sum": ("square", "sum"),
     "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
     "LogisticRegressionOutput": ("sigmoid",),
     **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
+    **dict.fromkeys(("MakeLoss", "make_loss", "IdentityAttachKLSparseReg"), ("_copy",)),  # only their gradients differ
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, or "length"}. Operators have their simple names.
+# the size of an axis of the first input, "length", or "all" for the length of the longest sequence}. Operators have
+# their simple names.
 INDICES: dict[str, dict[int, str]] = {
     "embedding": {0: "input_dim"},
     "onehot": {0: "depth"},
@@ -89,6 +94,29 @@ class Exported:
     def np_shape(self) -> Any:
         """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
         return np_shape(bool(self.graph["attrs"].get("is_np_shape", ["int", 0])[1]))
+
+    @functools.cached_property
+    def constants(self) -> set[str]:
+        """The parameters that are no variables of the training: Gluon's constants, and integers."""
+        nodes = {node["name"]: node.get("attrs", {}) for node in self.graph["nodes"] if node["op"] == "null"}
+        return {
+            name
+            for name, array in self.params.items()
+            if array.dtype != np.float32 or nodes.get(name, {}).get("__init__", "").startswith("Constant_")
+        }
+
+    @functools.cached_property
+    def frozen(self) -> set[str]:
+        """The parameters that MXNet does not change: their learning rate is 0, or batch normalization ignores them."""
+        multipliers = ("lr_mult", "__lr_mult__", "grad_mult", "__grad_mult__")
+        found = set[str]()
+        for node in self.graph["nodes"]:
+            attrs = node.get("attrs", {})
+            if node["op"] == "null" and any(_is_zero(attrs.get(key, "1")) for key in multipliers):
+                found.add(node["name"])
+            if simple(node["op"]) in ("batchnorm", "syncbatchnorm") and attrs.get("fix_gamma", "True") in TRUE:
+                found.add(self.graph["nodes"][node["inputs"][1][0]]["name"])
+        return found & self.params.keys()
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
@@ -170,17 +198,21 @@ class Exported:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
-    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
-        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+    def graph_in_float64(self) -> Graph:
+        """The graph with float64 instead of float32."""
         nodes = [dict(node) for node in self.graph["nodes"]]
         for node in nodes:
             default = "" if node["op"] == "null" else attributes(node["op"]).get("dtype", ("", ""))[1]
             if node.get("attrs", {}).get("dtype", default) == "float32":
                 node["attrs"] = {**node.get("attrs", {}), "dtype": "float64"}
-        arrays = dict(zip(self.params, _doubled(self.params.values())))
-        double = replace(self, graph={**self.graph, "nodes": nodes}, params=arrays)
+        return {**self.graph, "nodes": nodes}
+
+    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
+        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+        arrays = {name: as_float64(array) for name, array in self.params.items()}
+        double = replace(self, graph=self.graph_in_float64(), params=arrays)
         try:
-            exact = [Sample(X, double.predict(_doubled(X))) for X, _ in self.samples]
+            exact = [Sample(X, double.predict(map(as_float64, X))) for X, _ in self.samples]
             again = [self.predict(X) for X, _ in self.samples]
         except mx.MXNetError:  # some operators compute only in float32
             return False
@@ -345,10 +377,10 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
         attrs.pop("__dtype__", None)
-        if simple(node["op"]) == "batchnorm" and attrs.get("fix_gamma", "True") in TRUE:
-            name = nodes[node["inputs"][1][0]]["name"]
-            if name in network.params:
-                network.params[name] = np.ones_like(network.params[name])  # MXNet ignores the file's value
+        if "batchnorm" in simple(node["op"]) and attrs.get("fix_gamma", "True") in TRUE:
+            gamma, *others = (nodes[i]["name"] for i, *_ in node["inputs"][1:])
+            if known := [network.params[name] for name in (gamma, *others) if name in network.params]:
+                network.params[gamma] = np.ones_like(known[0])  # MXNet ignores the file's value
     inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in network.params}
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
@@ -437,23 +469,24 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
 
 
 def _without_losses(graph: Graph) -> Graph:
-    """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    """Replace the operators in REPLACED, so that labels are no longer inputs."""
     nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
     for node in graph["nodes"]:
         inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
-        if node["op"] in LOSSES:
+        if node["op"] in REPLACED:
             attrs, first = node.get("attrs", {}), inputs[0]
-            ops, axis = LOSSES[node["op"]], None
+            ops, last = REPLACED[node["op"]], attrs if node["op"] == "_square_sum" else {}
             if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
-                ops, axis = ("softmax",), "-1" if attrs.get("preserve_shape") in TRUE else "1"
+                ops, last = ("softmax",), {"axis": "-1" if attrs.get("preserve_shape") in TRUE else "1"}
             for op in ops:
                 name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
-                nodes.append({"op": op, "name": name, "attrs": {"axis": axis} if axis else {}, "inputs": [first]})
+                nodes.append({"op": op, "name": name, "attrs": last if op == ops[-1] else {}, "inputs": [first]})
                 first = [len(nodes) - 1, 0, 0]
-            if len(ops) > 1:
+            if ops[-1] == "reshape_like":
                 nodes[-1]["inputs"].append(inputs[0])  # the shape
         else:
-            nodes.append({**node, "inputs": inputs})
+            op = node["op"].replace("_contrib_SparseEmbedding", "Embedding")
+            nodes.append({**node, "op": op, "inputs": inputs})
         moved.append(len(nodes) - 1)
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
     graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
@@ -465,7 +498,10 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
-        for position, sizes in INDICES.get(simple(node["op"]), {}).items():
+        positions = INDICES.get(simple(node["op"]), {})
+        if attrs.get("use_sequence_length") in TRUE and node["op"] == "RNN":
+            positions = {len(inputs) - 1: "all"}
+        for position, sizes in positions.items():
             if position >= len(inputs):  # no lengths
                 continue
             dtype = "int32" if simple(node["op"]) == "softmax" else "float32"
@@ -475,13 +511,13 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
                 kind, default = attributes(node["op"]).get("axis", ("int", "0"))
                 axis = parse(kind, attrs.get("axis", default))
                 count = math.prod(inputs[0]) if axis is None or not inputs[0] else inputs[0][axis]
-            low, high = (1, count + 1) if sizes == "length" else (0, count)
+            low, high = {"length": (1, count + 1), "all": (count, count + 1)}.get(sizes, (0, count))
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
-            _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), dtype
+            least, other, _ = found.get(name, (0, high, ""))
+            found[name] = max(low, least), min(high, other), dtype
     return found
 
 
@@ -508,8 +544,15 @@ def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
     return [nd.array(X, dtype=X.dtype) for X in inputs]
 
 
-def _doubled(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-    return [X.astype(np.float64) if X.dtype == np.float32 else X for X in arrays]
+def as_float64(X: np.ndarray) -> np.ndarray:
+    return X.astype(np.float64) if X.dtype == np.float32 else X
+
+
+def _is_zero(text: str) -> bool:
+    try:
+        return float(text) == 0
+    except ValueError:
+        return False
 
 
 def last_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu import __version__
+from gluon_mgpu.convert import gradients
 from gluon_mgpu.convert.blocks import (
     TAKEN,
     Class,
@@ -107,7 +108,9 @@ np.savez(base + ".npz", **results)
 
 # Options of layers that need not be written
 DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
-SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = (
+    "arange blackman eye full hamming hanning identity indices linspace logspace ones zeros".split()
+)  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -150,6 +153,7 @@ class _Graph:
         for i, node in enumerate(self.nodes):
             inputs = [found.get((j, output)) for j, output, *_ in node["inputs"]]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
+            fixed &= not re.search(r"\b0\b", node.get("attrs", {}).get("shape", ""))  # begin_state
             if node["op"] == "null":
                 constant, description = node["name"] in self.network.params, node["name"]
             elif node["op"] == "_contrib_MultiBoxPrior":  # depends only on the size of the image
@@ -445,6 +449,17 @@ def load_and_run(network: Exported, base: str, program: str) -> None:
 
 def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files in a new process, and compute the outputs for each of the network's samples."""
-    load_and_run(network, base, RUN)
+    gradients.write_reference(network, base)
+    load_and_run(network, base, RUN + gradients.COMPARE)
     with np.load(f"{base}.npz") as arrays:
         return [[arrays[f"{i} {k}"] for k in range(len(sample.outputs))] for i, sample in enumerate(network.samples)]
+
+
+def differences(network: Exported, base: str, tolerance: float) -> tuple[list[str], str]:
+    """How the written module trains differently: see `gradients.differences`. `outputs` has run before."""
+    found, failure = gradients.differences(network, base, tolerance)
+    if failure:  # such as an operator that PyTorch computes only in float32
+        gradients.write_reference(network, base, ["float32"])
+        load_and_run(network, base, gradients.COMPARE)
+        found, failure = gradients.differences(network, base, tolerance)
+    return found, failure

@@ -25,7 +25,7 @@ PYTHON = """
 case "$*" in
     *"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin" "$folder/lib/python3.8/site-packages"
         cp "$0" "$folder/bin/python" ;;
-    *"-m pip"*) echo "$* $PIP_FIND_LINKS" >> "$TEST_FOLDER/pip"
+    *"-m pip"*) for file; do :; done; echo $* $(cat "$file") "$PIP_FIND_LINKS" >> "$TEST_FOLDER/pip"
         while [ -e "$TEST_FOLDER/wait" ]; do sleep 0.05; done
         if [ -e "$TEST_FOLDER/fail" ]; then echo "ERROR: no such wheel" >&2; exit 1; fi ;;
     *"version_info"*) echo 3.8 ;;
