@@ -161,9 +161,8 @@ def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_
     assert differing == [own, own, {"init_net", "full"}]
 
 
-def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines():
+def test_the_program_for_jax_has_the_functions_of_scratch():
     assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
-    assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110
 
 
 @needs_torch
