@@ -118,6 +118,10 @@ class Driver:
         """
         raise NotImplementedError
 
+    def clips(self) -> bool:
+        """Whether a step has clipped gradients."""
+        return False
+
     def missed(self) -> list[str]:
         """Lines, conditions and limits that no step has reached."""
         return []
@@ -127,7 +131,7 @@ class Driver:
         return {}
 
     def begins(self, k: int, batches: Sequence[Any], **options: Any) -> str:
-        """Where the last of some steps on k devices begins to differ from that on one."""
+        """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
         return ""
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
@@ -415,8 +419,7 @@ class _Comparison:
 
         examples = driver.split(k, batches[-1], n)
         if examples and (reason := wrong_split(examples, n, driver.divides, self.unit)):
-            if not driver.infers or "examples of an" in reason or not self._uses_others():
-                return "devices", reason
+            return "devices", reason
         parts = self._parts(examples, n)
         alone = [(1, [driver.take(batch, part) for batch in batches], ()) for part in parts]
         steps = taken((k, batches, ()), (1, batches, of_batches), *alone)
@@ -437,7 +440,7 @@ class _Comparison:
         if evidence.is_wrong():
             tests = {
                 "alike": lambda: is_right([driver.take(batch, [0] * n) for batch in batches]),
-                "unclipped": lambda: is_right(batches, clips=False),
+                "unclipped": lambda: driver.clips() and is_right(batches, clips=False),
                 "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
                 "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
             }
@@ -446,10 +449,6 @@ class _Comparison:
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
         return ("replicas", replicas) if replicas else cause
-
-    def _uses_others(self) -> bool:
-        """Whether on one device, an example changes the gradients of others, so that these do not tell who has it."""
-        return False
 
     def _is_no_sum(self, whole: Step, alone: Sequence[Step], parts: Shards) -> bool:
         """Whether, on one device, the gradients of the shards do not add up to those of the batch."""
@@ -620,6 +619,8 @@ class Evidence:
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
             return "update", f"the update is not finite ({some(infinite)})"
+        if tests["unclipped"]():
+            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
         where = "the update" + _where(elements, whole)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
@@ -651,10 +652,6 @@ class Evidence:
         total = self._sum(self.parts)
         is_of_parts = bool(self.wrong(total)) and not self.wrong(change, total)
         is_scaled = weights is not None and np.abs(weights - 1).max() > 5e-5
-        if not is_scaled and tests["unclipped"]():
-            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
-        begins = tests["begins"]()
-        place = f"; {begins}" if begins else ""
         if tests["no sum"]():
             cause = (
                 f"on one {unit}, the gradients of the shards do not add up to those of the batch, so the loss is no "
@@ -662,13 +659,13 @@ class Evidence:
                 f"shard; add numerators and denominators over the {UNITS[unit]}, or gather what it needs, with "
                 "gradients"
             )
-            return "update", f"{where} differs: {cause}{place}"
+            return "update", f"{where} differs: {cause}{tests['begins']()}"
         if is_of_parts:
             cause = (
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
-            return "update", f"each {unit} changes its gradients before the sum{where[10:]}: {cause}; sum first{place}"
+            return "update", f"each {unit} changes its gradients before the sum{where[10:]}: {cause}; sum first"
         if weights is not None and is_scaled:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
@@ -689,7 +686,7 @@ class Evidence:
         elif tests["alike"]():
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
-        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{place}"
+        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{tests['begins']()}"
 
 
 def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:

@@ -29,13 +29,17 @@ CONTAINERS = {"collections", "functools", "types", "dataclasses"}
 @dataclass
 class State:
     """What is found, by name. tensors: parameters, buffers, and what the step is given. others: arrays in attributes,
-    closures and global variables. numbers: Python's. optimizers: as they are found."""
+    closures and global variables. numbers: Python's. optimizers: as they are found.
+    names, paths: the names of a network,
+    and of tensors and modules in it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Tensor | np.ndarray] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    names: dict[str, tuple[str, str]] = field(default_factory=dict)
+    paths: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any, function: Callable[..., Any]) -> State:
@@ -49,6 +53,8 @@ class State:
                     if not isinstance(value, (int, float, str, bytes)):
                         seen[id(value)] = value
                     stack += reversed([*state._inside(name, value, is_given)])
+        if len({root for root, _ in state.names.values()}) > 1:  # several networks
+            state.tensors = {".".join(filter(None, state.names.get(n, (n,)))): a for n, a in state.tensors.items()}
         known = {id(a) for a in state.tensors.values()}
         for i, optimizer in enumerate(state.optimizers):
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -80,11 +86,14 @@ class State:
         for n, a in [*network.named_parameters(), *network.named_buffers()]:
             if a.is_floating_point() or a.is_complex():
                 short = PREFIX.sub("", n)
-                self._add(self.tensors, short if short not in self.tensors else f"{name}.{short}", a)
+                if not any(a is other for other in self.tensors.values()):
+                    unique = short if short not in self.tensors else f"{name}.{short}"
+                    self.tensors[unique], self.names[unique] = a, (name, short)
         for prefix, module in network.named_modules():
             if any(module is other for other in self.modules):
                 continue
             self.modules.append(module)
+            self.paths[name, PREFIX.sub("", f"{prefix}.").rstrip(".")] = module
             is_torch = type(module).__module__.startswith("torch.")
             for key, value in vars(module).items():
                 if key in HOOKS if is_torch else key not in OWN_ATTRIBUTES:
@@ -94,6 +103,15 @@ class State:
         everywhere = [*self.tensors.values(), *self.others.values()]
         if isinstance(value, float) or not any(value is other for other in everywhere):
             to[name if name not in to else f"{name}'"] = value
+
+    def named_modules(self) -> dict[str, nn.Module]:
+        """The modules by name: of the wrappers of a network, only the innermost."""
+        is_one = len({root for root, _ in self.paths}) == 1
+        names = [
+            (path or type(m).__name__ if is_one else f"{root}.{path}".strip("."))
+            for (root, path), m in self.paths.items()
+        ]
+        return dict(zip(names, self.paths.values()))
 
     def read(self) -> Arrays:
         """Copies of the tensors in float64, with those that are divided among the processes gathered."""
