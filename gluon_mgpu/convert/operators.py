@@ -122,7 +122,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str | None) -> Any:
+    def word(self, key: str, *words: str | int | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -291,12 +291,9 @@ def rnn(node: Node, x: str, *states: str) -> str:
     parts = np.split(node.arrays[0], ends[:-1])
     node.arrays = [part.reshape(shape) for part, shape in zip(parts, shapes.values())]
     node.nested = True
-    name, lengths = node.create(layer, *shapes), list[str]()
-    if node["use_sequence_length"]:
-        *states, last = states
-        lengths.append(last)
-    given = [f"({', '.join(states)})"] if len(states) > 1 else states
-    return call("rnn_of_lengths", name, x, *lengths, *given) if lengths else call(name, x, *given)
+    name, count = node.create(layer, *shapes), len(states) - node["use_sequence_length"]
+    given = [f"({', '.join(states[:count])})"] if count > 1 else states[:count]
+    return call("rnn_of_lengths", name, x, states[-1], *given) if node["use_sequence_length"] else call(name, x, *given)
 
 
 # Other operators
@@ -315,10 +312,10 @@ def pooling(node: Node, x: str) -> str:
         node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
-        axes = _short(tuple(range(2, node.rank)))
+        pixels = _short(tuple(range(2, node.rank)))
         if kind == "lp":
-            return call("torch.linalg.vector_norm", x, 2, axes, keepdim=True)
-        return call(f"{x}.sum", axes, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+            return call("torch.linalg.vector_norm", x, 2, pixels, keepdim=True)
+        return call(f"{x}.sum", pixels, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
