@@ -176,6 +176,14 @@ def train_batch_layers(
     return [losses]
 
 
+def block(X: NDArray, W1: NDArray, b1: NDArray, W2: NDArray) -> NDArray:
+    """One device's part of two dense layers with ReLU between them: its rows of W1 and b1, and its columns of W2.
+
+    Returns a part (n, outputs) of a sum over all devices. The sum plus the second layer's bias is the layers' output.
+    """
+    return nd.FullyConnected(hidden(X, W1, b1), W2, no_bias=True, num_hidden=W2.shape[0])
+
+
 # 3. Data parallelism: every device has the whole network and a part of the batch.
 
 

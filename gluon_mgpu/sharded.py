@@ -46,6 +46,7 @@ def place(net: Net, arrays: Sequence[NDArray], ctx: list[Context], sharded: bool
     """Copy arrays, such as parameters, to the devices: whole buckets or, if sharded, chunk i of each to device i."""
     rest, k = iter(arrays), len(ctx)
     buckets = [bucket([next(rest) for _ in shapes]) for _, shapes in net]
+    assert min(b.size for b in buckets) >= k, "each layer needs at least one weight per device"
     return [[(chunk(b, i, k) if sharded else b).copyto(c) for i, c in enumerate(ctx)] for b in buckets]
 
 
@@ -155,10 +156,16 @@ def reduce_to_chunks(data: Vectors) -> Vectors:
     return [c.copy() for c in reduce_scatter(data)]
 
 
+def shards(X: NDArray, y: NDArray, ctx: list[Context]) -> tuple[Vectors, Vectors]:
+    """Split a batch into one shard of images and labels per device."""
+    assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
+    return split_and_load(X, ctx), split_and_load(y, ctx)
+
+
 def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. Returns each shard's losses."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), ring_allreduce)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), ring_allreduce)
     update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
@@ -166,7 +173,7 @@ def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], opti
 def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_scatter)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), reduce_scatter)
     update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
@@ -174,7 +181,7 @@ def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
 def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-2: device i keeps only chunk i of the gradients too: `reduce_to_chunks` is all that differs from ZeRO-1."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_to_chunks)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), reduce_to_chunks)
     update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
@@ -182,14 +189,14 @@ def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], op
 def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
     """ZeRO-3, or FSDP: device i keeps only chunk i of the weights too, and one whole layer at a time."""
     weights, *moments = state
-    Xs = split_and_load(X, ctx)
+    Xs, ys = shards(X, y, ctx)
     inputs = []
     for (layer, shapes), chunks in zip(net, weights):
         inputs.append(Xs)
         with autograd.train_mode():  # not recorded: a graph would keep the layer's weights
             Xs = [layer(X, *arrays) for X, arrays in zip(Xs, unshard(chunks, shapes))]
         nd.waitall()  # otherwise, Python would gather all layers before the devices have computed the first
-    losses, grads = loss_backward(Xs, split_and_load(y, ctx))
+    losses, grads = loss_backward(Xs, ys)
     reduced = []
     for (layer, shapes), chunks in reversed(list(zip(net, weights))):
         tapes = record(layer, inputs.pop(), unshard(chunks, shapes))  # gathers and computes the layer a second time

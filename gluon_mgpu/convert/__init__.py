@@ -87,6 +87,11 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
                 ties = network.ties()
                 advice = "" if ties else "; a larger --tolerance accepts them"
                 raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
+            if to == "pytorch":
+                differing, uncompared = to_pytorch.differences(network, base, tolerance)
+                if differing:
+                    what = "; ".join(differing[:3]) + f"; and {len(differing) - 3} more" * (len(differing) > 3)
+                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
@@ -101,6 +106,8 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
     difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
+    if to == "pytorch" and uncompared:
+        report += f"gradients were not compared ({uncompared})\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
     if any(map(has_lengths, network.graph["nodes"])):

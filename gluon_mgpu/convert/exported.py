@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import math
@@ -41,6 +42,7 @@ REPLACED = {
     "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
     "LogisticRegressionOutput": ("sigmoid",),
     **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
+    **dict.fromkeys(("MakeLoss", "make_loss", "IdentityAttachKLSparseReg"), ("_copy",)),  # only their gradients differ
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
@@ -93,6 +95,29 @@ class Exported:
     def np_shape(self) -> Any:
         """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
         return np_shape(bool(self.graph["attrs"].get("is_np_shape", ["int", 0])[1]))
+
+    @functools.cached_property
+    def constants(self) -> set[str]:
+        """The parameters that are no variables of the training: Gluon's constants, and integers."""
+        nodes = {node["name"]: node.get("attrs", {}) for node in self.graph["nodes"] if node["op"] == "null"}
+        return {
+            name
+            for name, array in self.params.items()
+            if array.dtype != np.float32 or nodes.get(name, {}).get("__init__", "").startswith("Constant_")
+        }
+
+    @functools.cached_property
+    def frozen(self) -> set[str]:
+        """The parameters that MXNet does not change: their learning rate is 0, or batch normalization ignores them."""
+        multipliers = ("lr_mult", "__lr_mult__", "grad_mult", "__grad_mult__")
+        found = set[str]()
+        for node in self.graph["nodes"]:
+            attrs = node.get("attrs", {})
+            if node["op"] == "null" and any(_is_zero(attrs.get(key, "1")) for key in multipliers):
+                found.add(node["name"])
+            if simple(node["op"]) in ("batchnorm", "syncbatchnorm") and attrs.get("fix_gamma", "True") in TRUE:
+                found.add(self.graph["nodes"][node["inputs"][1][0]]["name"])
+        return found & self.params.keys()
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
@@ -174,17 +199,21 @@ class Exported:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
-    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
-        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+    def graph_in_float64(self) -> Graph:
+        """The graph with float64 instead of float32."""
         nodes = [dict(node) for node in self.graph["nodes"]]
         for node in nodes:
             default = "" if node["op"] == "null" else attributes(node["op"]).get("dtype", ("", ""))[1]
             if node.get("attrs", {}).get("dtype", default) == "float32":
                 node["attrs"] = {**node.get("attrs", {}), "dtype": "float64"}
-        arrays = dict(zip(self.params, _doubled(self.params.values())))
-        double = replace(self, graph={**self.graph, "nodes": nodes}, params=arrays)
+        return {**self.graph, "nodes": nodes}
+
+    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
+        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+        arrays = {name: as_float64(array) for name, array in self.params.items()}
+        double = replace(self, graph=self.graph_in_float64(), params=arrays)
         try:
-            exact = [Sample(X, double.predict(_doubled(X))) for X, _ in self.samples]
+            exact = [Sample(X, double.predict(map(as_float64, X))) for X, _ in self.samples]
             again = [self.predict(X) for X, _ in self.samples]
         except mx.MXNetError:  # some operators compute only in float32
             return False
@@ -563,8 +592,15 @@ def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
     return [nd.array(X, dtype=X.dtype) for X in inputs]
 
 
-def _doubled(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-    return [X.astype(np.float64) if X.dtype == np.float32 else X for X in arrays]
+def as_float64(X: np.ndarray) -> np.ndarray:
+    return X.astype(np.float64) if X.dtype == np.float32 else X
+
+
+def _is_zero(text: str) -> bool:
+    try:
+        return float(text) == 0
+    except ValueError:
+        return False
 
 
 def last_line(error: Exception) -> str:

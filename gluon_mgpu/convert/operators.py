@@ -61,7 +61,6 @@ class Node:
     arrays: list[np.ndarray]  # values of the layer's parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
-    frozen: bool = False  # whether the layer's weight is constant
     evaluated: bool = False  # whether the layer is always in evaluation mode
     nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
@@ -224,38 +223,54 @@ def batch_norm(node: Node, x: str) -> str:
     options = {"eps": _unless(1e-5, eps), "momentum": _unless(0.1, momentum)}
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), **options)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
+    node.read.add("fix_gamma")  # gamma is 1, and does not train
+    node.evaluated = node["use_global_stats"]
     code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
     code += "" if axis == 1 else f".movedim(1, {axis})"
     return f"{code}.relu()" if node.kind == "batchnormwithrelu" else code
 
 
-def layer_norm(node: Node, x: str) -> str:
+def layer_norm(node: Node, x: str, *weights: str) -> str:
     axis, last = node["axis"] % node.rank, node.rank - 1
-    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"])), "weight", "bias")
-    return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
+    moved = x if axis == last else f"{x}.movedim({axis}, {last})"
+    if weights:
+        code = call("F.layer_norm", moved, f"({node.size(x, axis)},)", *weights, eps=_unless(1e-5, node["eps"]))
+    else:
+        layer = call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"]))
+        code = call(node.create(layer, "weight", "bias"), moved)
+    return code if axis == last else f"{code}.movedim({last}, {axis})"
 
 
-def instance_norm(node: Node, x: str) -> str:
+def instance_norm(node: Node, x: str, *weights: str) -> str:
+    if weights:
+        return call("F.instance_norm", x, weight=weights[0], bias=weights[1], eps=node["eps"])
     layer = call(f"nn.InstanceNorm{node.rank - 2}d", len(node.arrays[0]), eps=node["eps"], affine=True)
     return call(node.create(layer, "weight", "bias"), x)
 
 
-def group_norm(node: Node, x: str) -> str:
+def group_norm(node: Node, x: str, *weights: str) -> str:
     groups = node["num_groups"]
-    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
-    return f"{layer}({x}.unflatten(1, ({groups}, -1))).flatten(1, 2)"
+    rows = f"{x}.unflatten(1, ({groups}, -1))"
+    if weights:
+        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.flatten(1, 2)"
+    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
+    return f"{layer}({rows}).flatten(1, 2)"
 
 
-def embedding(node: Node, x: str) -> str:
-    layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
+def embedding(node: Node, x: str, *weights: str) -> str:
     node.read.add("dtype")
-    return call(layer, f"{x}.long().clamp(0, {len(node.arrays[0]) - 1})")
+    count = node.inputs[1][0][0] if weights else len(node.arrays[0])
+    indices = f"{x}.long().clamp(0, {count - 1})"
+    if weights:
+        return call("F.embedding", indices, *weights)
+    return call(node.create(call("nn.Embedding", *node.arrays[0].shape), "weight"), indices)
 
 
-def leaky_relu(node: Node, x: str) -> str:
+def leaky_relu(node: Node, x: str, *slopes: str) -> str:
     kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    if kind == "prelu" and slopes:
+        return call("F.prelu", x, *slopes)
     if kind == "prelu":
         return call(node.create(call("nn.PReLU", node.arrays[0].size), "weight"), x)
     if kind == "rrelu":
@@ -750,7 +765,8 @@ def deformable(node: Node, x: str, offset: str, *others: str) -> str:
 
 
 LAYERS = (convolution, fully_connected, batch_norm, layer_norm, instance_norm, group_norm, embedding, leaky_relu, rnn)
-FUNCTIONAL = (convolution, fully_connected)  # they accept weights that are computed from the network's input
+# They accept weights that are computed or constant
+FUNCTIONAL = (convolution, fully_connected, layer_norm, instance_norm, group_norm, embedding, leaky_relu)
 UNARY = {
     **{
         name: f"torch.{name}"
@@ -802,7 +818,7 @@ RULES: dict[str, Rule] = {
     "mod_scalar": "{0} % {scalar}",
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss", "gradientmultiplier", "IdentityAttachKLSparseReg"), "{0}"),
+    **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
     **dict.fromkeys(("copyto", "CrossDeviceCopy", "cast_storage", "identity_with_attr_like_rhs"), "{0}"),
     **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
     **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
@@ -834,6 +850,7 @@ RULES: dict[str, Rule] = {
     **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
     **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
     "linalg_syrk": syrk,
+    **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",

@@ -2,6 +2,7 @@
 differently on CPUs, or since its early versions, does not change a program or its numbers."""
 
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_programs_for_gpus_run_without_gpus(tmp_path, stock):
     assert done.stderr.count("mx.gpu(i) is CPU context i + 1") == 1
 
 
-BUSY = """
+THREADS = """
     import ctypes, threading
     import mxnet as mx
     def threads(index):  # how many OpenMP threads the engine's thread of a CPU context has
@@ -31,6 +32,8 @@ BUSY = """
         mx.base._LIB.MXEnginePushSync(function, none, none, context, none, 0, none, 0, none, 0, b"threads")
         done.wait()
         return found[0]
+"""
+BUSY = """
     products = [mx.nd.ones((600, 600), ctx) for ctx in (mx.cpu(), mx.gpu(0))]
     for _ in range(10):
         products = [mx.nd.dot(x, x) / 600 for x in products]
@@ -41,9 +44,17 @@ BUSY = """
 """
 
 
+@pytest.mark.parametrize("asked", [{}, {"OMP_NUM_THREADS": "2"}, {"MXNET_OMP_MAX_THREADS": "2"}], ids=str)
+def test_the_number_of_threads_is_mxnets_own_unless_the_user_sets_it(program, asked):
+    ask = f"{textwrap.dedent(THREADS)}print(threads(0), threads(1), os.environ.get('OMP_NUM_THREADS'))"
+    use_stock = "from gluon_mgpu.compat import startup\nstartup.use_stock_settings()\n"
+    run, stock = program(f"import os{ask}", **asked), program(f"import os\n{use_stock}{ask}", by_python=True, **asked)
+    assert run.stdout == stock.stdout != "", run.stderr + stock.stderr
+
+
 @pytest.mark.slow
 def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
-    run = program(BUSY, OMP_NUM_THREADS="2")
+    run = program(THREADS + BUSY, OMP_NUM_THREADS="2")
     assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
 
 
