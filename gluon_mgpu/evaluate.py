@@ -23,10 +23,11 @@ from gluon_mgpu.data.splitting import split
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
+from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.folder import RunFolder, read
 from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.record import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
@@ -36,7 +37,7 @@ TOP = 3  # number of classes printed per image
 class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
-    run: RunFolder
+    run: Run
     config: Config  # the run's settings, without those for training only
     model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
@@ -52,30 +53,28 @@ def load(
     checkpoint is damaged or from a different network or version.
     """
     run = read(folder)
-    assert run.recorded and run.arrays
-    if impl is None and run.recorded.impl not in LESSONS:
-        option = setting("impl", run.recorded.impl)
+    if impl is None and run.config.impl not in LESSONS:
+        option = setting("impl", run.config.impl)
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
-    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
-    config = run.recorded.with_defaults(({*ONLY_TRAINING} | {*lessons.unsupported(lesson)}) - {"model"})
-    model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
-    run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
-    run.restore(model)
-    name = lessons.name_of(lesson)
-    return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
+    lesson = lessons.describe(impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl))
+    config = run.config.with_defaults((lesson.missing | {*ONLY_TRAINING}) - {"model"})
+    model = create_model(lesson.module, ctx, config, run.details["image_shape"], classes=1)
+    try:
+        model.load({name: array for name, array in run.arrays.items() if not name.startswith((VELOCITY, STATE))})
+    except Error as error:
+        raise Error(f"{folder}: {error}") from None
+    title = f"{folder}: {config.model} ({lesson.name}) after {run.position}, on {ctx}"
+    return Trained(run._replace(arrays={}), config, model, title)
 
 
-def held_out(run: RunFolder, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
     data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.
     """
-    config = run.recorded
-    assert config
-    data = datasets.load(config.dataset, data_dir, config.limit, config.seed)
-    if "data_checksum" in run.details and run.details["data_checksum"] != data.checksum():
-        raise UsageError("data_dir", data.source, f"not the data that the run in {run.folder} was trained on")
+    data = datasets.load(run.config.dataset, data_dir, run.config.limit, run.config.seed)
+    run.check_data(data, "data_dir", data.source)
     return data.test_images, data.test_labels
 
 
@@ -112,9 +111,12 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     labels = own_data.checked_labels("labels", labels, values)
     if labels.max() >= values.shape[1]:
         raise UsageError("labels", int(labels.max()), f"the network has only {values.shape[1]} classes, counted from 0")
-    classes = class_names(trained.config.dataset, values.shape[1])
+    predicted = values.argmax(axis=1)
+    # A network may have more outputs than its data has classes
+    count = max(trained.run.details.get("classes", values.shape[1]), labels.max() + 1, predicted.max() + 1)
+    classes = class_names(trained.config.dataset, count)
     counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (labels, values.argmax(axis=1)), 1)
+    np.add.at(counts, (labels, predicted), 1)
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
@@ -169,7 +171,7 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     """
     if trained.run.details.get("image_dtype", "uint8") != "uint8":
         advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
-        raise UsageError(None, trained.run.folder, advice)
+        raise UsageError(None, "the run", advice)
     if len(paths) != len(images) or not paths:
         raise UsageError("images", f"{len(images)} images", f"must be one per path, and there are {len(paths)} paths")
     for image in images:

@@ -93,6 +93,10 @@ def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
         from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
+    elif not _stock:
+        from gluon_mgpu.compat import pooling
+
+        pooling.install(module)
     if not _stock:  # another library may have loaded OpenMP before
         check_contexts([module.cpu(i) for i in range(_plan.contexts or 1)])
     _repeat_lost_interrupts()
@@ -271,10 +275,9 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     alone = contexts == 1 and _one_thread_computes()
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        if _plan.own_threads:
-            pass
-        elif not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST_THREADS:
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")  # with one number for each level of nesting
+        valid = all(number.strip().isdecimal() and 1 <= int(number) <= MOST_THREADS for number in asked)
+        if not valid and not _plan.own_threads:
             _put("OMP_NUM_THREADS", str(max(1, cores() // processes)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

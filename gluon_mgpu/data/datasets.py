@@ -113,8 +113,17 @@ class Dataset(NamedTuple):
         train = self.train_images[:limit], self.train_labels[:limit]
         return Dataset(self.name, *train, self.test_images[:tests], self.test_labels[:tests], self.source)
 
+    def digest(self) -> str:
+        """SHA-256 of the arrays' shapes, types and values, in hexadecimal. The labels' type does not matter."""
+        digest = hashlib.sha256()
+        for array in self[1:5]:
+            same = array.astype(np.int64) if array.ndim == 1 else array
+            digest.update(f"{same.dtype.str} {same.shape}".encode())
+            digest.update(np.ascontiguousarray(same).data)
+        return digest.hexdigest()
+
     def checksum(self) -> str:
-        """CRC-32 of all arrays, in hexadecimal."""
+        """CRC-32 of all arrays, in hexadecimal, which runs of earlier versions record instead of `digest`."""
         checksum = 0
         for array in self[1:5]:
             checksum = zlib.crc32(array.data, checksum)

@@ -44,8 +44,7 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(target)
         _sync(target.parent)
     except OSError as error:
-        advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
-        raise Error(f"cannot write {path} ({error.strerror}): {advice} another folder") from None
+        raise cannot_write(path, error) from None
     finally:
         with suppress(OSError):  # the temporary file has replaced `target`, or was never created
             temporary.unlink()
@@ -60,12 +59,9 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_partial(path: str | Path) -> None:
-    """Remove temporary files left by processes that were killed while writing `path`."""
-    path = Path(os.path.realpath(path))
-    for left in path.parent.glob(f".{path.name}.*{PART}"):
-        with suppress(OSError):  # if the folder is not writable, the next attempt to write a file raises an error
-            left.unlink()
+def cannot_write(path: str | Path, error: OSError) -> Error:
+    advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
+    return Error(f"cannot write {path} ({error.strerror}): {advice} another folder")
 
 
 def lock(folder: str | Path, name: str) -> int:

@@ -19,7 +19,7 @@ FACTS = {"seed": 3, "epochs": 2}
 
 @pytest.fixture
 def path(tmp_path):
-    checkpoint.save(tmp_path / "c.npz", ARRAYS, FACTS)
+    (tmp_path / "c.npz").write_bytes(checkpoint.packed(ARRAYS, FACTS))
     return tmp_path / "c.npz"
 
 
@@ -52,7 +52,7 @@ def test_a_missing_truncated_or_altered_file_and_a_pipe_are_errors_in_one_line_w
 
 
 def test_nothing_is_unpickled(path):
-    checkpoint.save(path, {"W": np.array([print], dtype=object)}, FACTS)
+    path.write_bytes(checkpoint.packed({"W": np.array([print], dtype=object)}, FACTS))
     assert refused(path)
 
 
