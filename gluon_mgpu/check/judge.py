@@ -228,7 +228,8 @@ class _Comparison:
         if not wrong:
             yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
-        self.notes += [note for note in self.driver.notes if note not in self.notes]
+        for note in self.driver.notes:
+            self._note(note)
         stale = "a step uses the gradients of an earlier batch; update with those of its own"
         if wrong and self.weak and self.several.steps:
             wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
@@ -530,10 +531,9 @@ class _Comparison:
                 own.append(name)
         advice = "if evaluation, a checkpoint or a later step uses it"
         if own:
-            self.notes.append(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
+            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
         if others:
-            text = f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}"
-            self.notes.append(text)
+            self._note(f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}")
 
     def _under_stress(self) -> Iterator[Claim]:
         """Whether the step is right, too, if it reaches lines and limits that it did not reach."""
@@ -552,7 +552,12 @@ class _Comparison:
                 advice = "decide, clip and scale after the sum, with numbers that are the same everywhere"
                 yield "update", f"{text}, the update differs from that of one {self.unit} ({some(names)}); {advice}"
         if missed := self.driver.missed():
-            self.notes.append(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+            self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+
+    def _note(self, note: str) -> None:
+        """Add a note, unless it was added for another number of devices."""
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 class Evidence:

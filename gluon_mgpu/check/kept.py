@@ -32,7 +32,7 @@ def kept(module: ModuleType, devices: Sequence[Any], **more: Any) -> list[Arrays
                     arrays[_name(other)] = array
             if device not in names or device == names[rank]:
                 arrays.setdefault(_name(path), array)
-    return found
+    return [{**found[0], **arrays} for arrays in found]  # what only the first device has is for all
 
 
 def _walk(value: Any, path: Path, module: str, seen: set[int]) -> Iterator[tuple[Path, Any]]:
@@ -46,10 +46,8 @@ def _walk(value: Any, path: Path, module: str, seen: set[int]) -> Iterator[tuple
         value = dict(inspect.getclosurevars(inspect.unwrap(value)).nonlocals)
     elif not isinstance(value, (Mapping, list, tuple)) and _is_own(value, module):
         value = {n: a for n, a in getattr(value, "__dict__", {}).items() if not n.startswith("__")}
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for key, part in list(parts):
+    value = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    for key, part in [*value.items()] if isinstance(value, Mapping) else ():
         yield from _walk(part, (*path, _plain(key)), module, seen)
 
 

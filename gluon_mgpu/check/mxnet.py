@@ -193,11 +193,8 @@ class MXNet(Driver):
                 stack.enter_context(_in_double() if double else nullcontext())
                 data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
                 self._prepare(model, data[0], lr, session.facts)
-                stats, net, trainer = (
-                    [*model.running_stats],
-                    getattr(model, "net", None),
-                    getattr(model, "trainer", None),
-                )
+                net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+                stats = [*model.running_stats]
                 grads = list[dict[str, list[np.ndarray]]]()
                 session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
                 session.start = _arrays(model)
