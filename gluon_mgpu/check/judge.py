@@ -656,7 +656,7 @@ class Evidence:
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
-            return "update", f"each {unit} changes its gradients before the sum{where[10:]}: {cause}; sum first"
+            return "update", f"each {unit} changes its gradients{where[10:]} before the sum: {cause}; sum first"
         if weights is not None and is_scaled:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"

@@ -30,9 +30,8 @@ CONTAINERS = {"collections", "functools", "types", "dataclasses"}
 @dataclass
 class State:
     """What is found, by name. tensors: parameters, buffers, and what the step is given. others: arrays in attributes,
-    closures and global variables. copies: others that may be of parameters. numbers: Python's. optimizers: as they are found.
-    names, paths: the names of a network,
-    and of tensors and modules in it."""
+    closures and global variables. copies: others that may be of parameters. numbers: Python's. names, paths: the names
+    of a network, and of its tensors and modules in it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Tensor | np.ndarray] = field(default_factory=dict)
