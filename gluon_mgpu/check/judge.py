@@ -573,6 +573,9 @@ class Evidence:
         known = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
         self.names = [n for n in known if all(arrays[n].shape == whole[0][n].shape for arrays in everywhere)]
         self.whole = {name: whole[0][name] for name in self.names}
+        # an optimizer's gradients may be known of some arrays only
+        changed = {n for step in of.one.steps for n, a in step.changes[0].items() if a.any()} - of.ignored
+        self.every = {*self.names, *changed}
         # a share of what they do alone, unless the step computes sums
         self.sizes = [len(part) for part in parts]
         shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
@@ -593,7 +596,7 @@ class Evidence:
         """Whether each device updates with its own gradients only."""
         wrong = [self.wrong(change) for change in self.changes]
         own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.names) else f" for {some(own)}"
+        of = "" if len(own) == len(self.every) else f" for {some(own)}"
         return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
 
     def _is_own(self, name: str, rank: int) -> bool:
@@ -627,7 +630,7 @@ class Evidence:
         if tests["unclipped"]():
             return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = "the update" + _where(elements, whole)
+        where = "the update" + _where(elements, whole, self.every)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
         if weights is not None:
@@ -670,7 +673,7 @@ class Evidence:
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
-            return "update", f"each {unit} changes its gradients before the sum{where[10:]}: {cause}; sum first"
+            return "update", f"each {unit} changes its gradients{where[10:]} before the sum: {cause}; sum first"
         if weights is not None and is_scaled:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
@@ -792,9 +795,10 @@ def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
     return [n for n, array in expected.items() if n in change and not norm(change[n] - array) <= bound[n]]
 
 
-def _where(wrong: Arrays, expected: Arrays) -> str:
-    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element."""
-    right = [name for name, value in expected.items() if name not in wrong and value.any()]
+def _where(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
+    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element.
+    every: the names of what changes."""
+    right = [name for name in every - {*wrong} if name not in expected or expected[name].any()]
     if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}

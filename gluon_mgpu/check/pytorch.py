@@ -87,7 +87,7 @@ def import_early(text: bytes) -> None:
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
-    names |= {"torch._dynamo"} if b"torch.compile" in text else set()
+    names |= {"torch._dynamo"} if b"torch.compile" in text or b"fsdp" in text else set()
     for name in sorted(names):
         if name.startswith("torch."):
             with suppress(ImportError):  # each process says so
