@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import reached, watch
+import gluon_mgpu.check.reached as reached
+import gluon_mgpu.check.watch as watch
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
