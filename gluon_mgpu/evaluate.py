@@ -111,9 +111,12 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     labels = own_data.checked_labels("labels", labels, values)
     if labels.max() >= values.shape[1]:
         raise UsageError("labels", int(labels.max()), f"the network has only {values.shape[1]} classes, counted from 0")
-    classes = class_names(trained.config.dataset, values.shape[1])
+    predicted = values.argmax(axis=1)
+    # A network may have more outputs than its data has classes
+    count = max(trained.run.details.get("classes", values.shape[1]), labels.max() + 1, predicted.max() + 1)
+    classes = class_names(trained.config.dataset, count)
     counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (labels, values.argmax(axis=1)), 1)
+    np.add.at(counts, (labels, predicted), 1)
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()

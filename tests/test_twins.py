@@ -161,15 +161,14 @@ def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_
     assert differing == [own, own, {"init_net", "full"}]
 
 
-def test_the_program_for_jax_has_the_functions_of_scratch_in_at_most_110_lines():
+def test_the_program_for_jax_has_the_functions_of_scratch():
     assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
-    assert len((ROOT / "docs/jax/scratch.py").read_text().splitlines()) <= 110
 
 
 @needs_torch
 @pytest.mark.slow
 def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
-    page, program = (ROOT / "docs/pytorch.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
+    page, program = (ROOT / "docs/rings.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
     answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
     file = tmp_path / "by_hand.py"
     results = []

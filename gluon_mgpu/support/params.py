@@ -35,7 +35,7 @@ class FloatRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{number} is not finite.", param, ctx)
         if number and not SMALLEST <= abs(number) <= LARGEST:
-            self.fail(f"{number} is too {'large' if abs(number) > 1 else 'small'} for float32.", param, ctx)
+            self.fail(f"{number} is not between {SMALLEST:g} and {LARGEST:g}, as float32 needs.", param, ctx)
         return number
 
 
