@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
-from typing import Any, NamedTuple, Union
+from typing import Any, ClassVar, NamedTuple, Union
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class Statement:
     layer: Layer | None = None
     nested: bool = False  # the outputs are (output, state)
     repeated: bool = False  # the layer is a list of blocks; each one's first operand is the result of the one before
+    is_loop: ClassVar[bool] = False
 
     def layers(self) -> list[Layer]:
         others = [operand.layer for operand in self.operands if isinstance(operand, Parameter)]
@@ -194,6 +195,8 @@ def _form(network: Class, span: Span, calls: Counter[Layer]) -> tuple[Any, ...] 
     steps = network.steps[slice(*span)]
     inputs, layers = _inputs(steps), layers_of(steps)
     inside = Counter(layer for step in steps for layer in step.layers())
+    if any(step.is_loop for step in steps):
+        return None
     if len(layers) < 2 or len(steps) < 3 or not 0 < len(inputs) <= MOST_INPUTS:
         return None
     if all(layer.is_block for layer in layers) or any(not x.alone or inside[x] < calls[x] for x in layers):
@@ -218,7 +221,11 @@ def _extended(network: Class, spans: list[Span]) -> list[Span]:
         if longer[0] < 0 or longer[1] > len(network.steps):
             return False
         step, steps = network.steps[longer[0] if longer[0] < span[0] else span[1]], network.steps[slice(*span)]
-        if step.layer and (step.layer.is_block or _path(layers_of([*steps, step])) != _path(layers_of(steps))):
+        if (
+            step.is_loop
+            or step.layer
+            and (step.layer.is_block or _path(layers_of([*steps, step])) != _path(layers_of(steps)))
+        ):
             return False
         alike = len(_inputs(network.steps[slice(*longer)])) == len(_inputs(steps))
         return alike and _end(network, uses, *longer) == longer[1]
@@ -250,25 +257,38 @@ def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
     kind = only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block"
     count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
     kind = identifier(f"{kind}{count + 1}" if count else kind, taken)
+    starts = [network.steps[slice(*span)] for span in spans]
+    uses, old = network.uses(), starts[0]
+    inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(_inputs(old))}
+    results = [
+        [entry for step in steps for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
+        for steps, (_, end) in zip(starts, spans)
+    ]
+    block, layers = define(kind, starts, inputs, [*results[0]])
+    code = f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
+    for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
+        network.steps[start:end] = [Statement(layer.name or "block", code, [*_inputs(steps)], outputs, layer)]
+    return block
+
+
+def define(
+    kind: str, bodies: list[list[Statement]], inputs: dict[Entry, str], results: list[Operand]
+) -> tuple[Class, list[Layer]]:
+    """A class for equal steps, and its instance for each of the bodies. inputs, results: of the first body."""
+    groups = [layers_of(body) for body in bodies]
+    paths = [_path(layers) for layers in groups]
     names, (words, codes, values) = _local_names(groups, paths), _arguments(groups)
     moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
-    steps, calls, uses = list[Statement](), list[Statement](), network.uses()
-    for step in network.steps[slice(*spans[0])]:
+    steps, instances = list[Statement](), list[Layer]()
+    for step in bodies[0]:
         operands = [Parameter(moved[x.layer], x.name) if isinstance(x, Parameter) else x for x in step.operands]
         layer = step.layer and moved[step.layer]
         name = layer.name if layer else step.name.removeprefix(f"{paths[0]}_")
         steps.append(replace(step, name=name, operands=operands, layer=layer))
-    for (start, end), path, layers, numbers in zip(spans, paths, groups, values):
-        old = network.steps[start:end]
+    for path, layers, numbers in zip(paths, groups, values):
         state = {join(name, key): array for layer, name in zip(layers, names) for key, array in layer.state.items()}
-        [result] = [entry for step in old for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
-        code = f"self.layer({', '.join(f'_{k}_' for k in range(len(_inputs(old))))})"
-        layer = Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words)
-        calls.append(Statement(path or "block", code, [*_inputs(old)], [result], layer))
-    for (start, end), call in reversed([*zip(spans, calls)]):
-        network.steps[start:end] = [call]
-    inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(calls[0].entries())}
-    return Class(kind, words, inputs, steps, [*calls[0].outputs])
+        instances.append(Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words))
+    return Class(kind, words, inputs, steps, results), instances
 
 
 def join(name: str, key: str) -> str:
@@ -324,10 +344,10 @@ def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | 
 
 def _connect(network: Class) -> None:
     """Make one layer of blocks that follow each other."""
-    paths = Counter(step.layer.name for step in network.steps if step.layer and step.layer.is_block)
+    paths = Counter(step.layer.name for step in network.steps if step.layer and _calls_block(step))
     uses, runs = network.uses(), list[tuple[str, list[Statement]]]()
     for at, step in enumerate(network.steps):
-        name = _container(step.layer.name, paths) if step.layer and step.layer.is_block else ""
+        name = _container(step.layer.name, paths) if step.layer and _calls_block(step) else ""
         if name and runs and runs[-1][0] == name:
             before = runs[-1][1][-1]
             follows = step.operands[0] == before.outputs[0] and {*uses[before.outputs[0]]} == {at}
@@ -339,6 +359,10 @@ def _connect(network: Class) -> None:
     unnamed = [step.layer for step in network.steps if step.layer and step.layer.name in ("", "blocks")]
     for k, layer in enumerate(unnamed):
         layer.name = f"block{k}"
+
+
+def _calls_block(step: Statement) -> bool:
+    return bool(step.layer and step.layer.is_block and not step.is_loop)
 
 
 def _container(path: str, paths: Counter[str]) -> str:
