@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+import gluon_mgpu.convert.gradients as gradients
 from gluon_mgpu import __version__
-from gluon_mgpu.convert import gradients
 from gluon_mgpu.convert.blocks import (
     TAKEN,
     Class,
@@ -83,11 +83,19 @@ LOAD = """
 import sys
 
 sys.path = [*filter(None, sys.path)]  # the current folder may contain a random.py
-import runpy
+import runpy, traceback
 import numpy as np, torch
 from safetensors.torch import load_model
 
 base = sys.argv[1]
+
+
+def explain(kind, error, trace):  # with the line of forward, which names the layer
+    lines = [frame.line for frame in traceback.extract_tb(trace) if frame.filename == base + ".py"]
+    print(f"{kind.__name__}: {error}".splitlines()[0], f"in: {lines[-1]}" if lines else "", file=sys.stderr)
+
+
+sys.excepthook = explain
 torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
 for name in ("kaiming_uniform_", "uniform_", "normal_"):  # random values would be replaced
     setattr(torch.nn.init, name, lambda array, *_, **__: array)
@@ -113,7 +121,9 @@ LINE_LENGTH = 100
 MOST_TARGETS = 4  # variables to which one line assigns
 # Options of layers that need not be written
 DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
-SOURCES = "arange eye full identity ones zeros".split()  # operators without inputs, such as _zeros and _npi_zeros
+SOURCES = (
+    "arange blackman eye full hamming hanning identity indices linspace logspace ones zeros".split()
+)  # operators without inputs, such as _zeros and _npi_zeros
 FUNCTIONS = {
     node.name: node
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
@@ -123,9 +133,9 @@ WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS}  # names that me
 
 
 class Refused(UsageError):
-    """Operators that cannot be converted. reasons: for each operator's name, its layers and why."""
+    """Operators that cannot be converted: for each its name, its layer and why. outputs: what comes before them."""
 
-    def __init__(self, problems: list[tuple[str, str, Unsupported]]) -> None:
+    def __init__(self, problems: list[tuple[str, str, Unsupported]], outputs: Sequence[str] = ()) -> None:
         layers: dict[tuple[str, str], list[str]] = {}
         for op, name, why in problems:
             layers.setdefault((op, str(why)), []).append(repr(name))  # repr keeps line breaks out of the message
@@ -133,7 +143,10 @@ class Refused(UsageError):
             f"{op!r} layer {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({why})"
             for (op, why), names in layers.items()
         ]
-        super().__init__(None, "; ".join(words), "cannot be converted to PyTorch")
+        advice = "cannot be converted to PyTorch"
+        if outputs:
+            advice += f"; {' '.join(f'--output {name}' for name in outputs)} converts the part before"
+        super().__init__(None, "; ".join(words), advice)
         self.fixed_size = all(why.fixed_size for _, _, why in problems)  # whether all can for inputs of one size
 
 
@@ -164,6 +177,7 @@ class _Graph:
             sources = [(j, output) for j, output, *_ in node["inputs"]]
             inputs = [found.get(entry) for entry in sources]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
+            fixed &= not re.search(r"\b0\b", node.get("attrs", {}).get("shape", ""))  # begin_state
             if node["op"] == "null":
                 constant, description = node["name"] in self.network.params, node["name"]
             elif node["op"] == "_contrib_MultiBoxPrior":  # depends only on the size of the image
@@ -243,6 +257,7 @@ class _Graph:
         """The network's steps. Raises Refused."""
         heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
         needed, steps, problems = self._needed(heads), list[Statement](), list[tuple[str, str, Unsupported]]()
+        refused, before = set[int](), list[str]()  # refused: operators that cannot be converted, and what follows them
         owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
         prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
         self.prefix = prefix[: prefix.rfind("_") + 1]
@@ -253,12 +268,16 @@ class _Graph:
                 code = node.code(*(f"_{k}_" for k in range(len(operands))))
             except Unsupported as why:
                 problems.append((self.nodes[i]["op"], self.nodes[i]["name"], why))
+                before += self.network.before(i) if refused.isdisjoint(k for k, _ in operands) else []
+                refused.add(i)
                 continue
+            if not refused.isdisjoint(k for k, _ in operands):
+                refused.add(i)
             parts = [self._parameter(entry) if entry in self.constants else entry for entry in operands]
             outputs = [(i, output) for output in range(len(node.outputs))]
             steps.append(Statement(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
         if problems:
-            raise Refused(problems)
+            raise Refused(problems, list(dict.fromkeys(before)))
         places = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
         used = {*WORDS}
         inputs = {places[name]: identifier(name, used) for name in self.network.inputs}
