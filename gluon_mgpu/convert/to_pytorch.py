@@ -557,14 +557,31 @@ def _continues(step: Statement, before: str) -> bool:
     if step.code.startswith("_0_"):
         return len(before) < 90 and isinstance(ast.parse(before, mode="eval").body, (ast.Call, ast.Subscript))
     simple = re.match(r"[\w.]+\(_0_[,)]", step.code) and before.count("(") < 3 and len(before + step.code) < 90
-    return bool(simple) and (not step.layer or "Norm" in step.layer.code)
+    return bool(simple) and (not step.layer or bool(re.match(r"nn\.\w+Norm", step.layer.code)))
 
 
-def _methods(code: Class, words: set[str]) -> str:
-    """The code of a class's methods."""
+class _Calls(ast.NodeTransformer):
+    """Leaves out arguments that are a class's defaults, and names the others but the first two."""
+
+    def __init__(self, classes: list[Class]) -> None:
+        self.classes = {code.name: code for code in classes}
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and (code := self.classes.get(node.func.id)):
+            named = [*zip(code.words, node.args)][2:]
+            node.keywords += [
+                ast.keyword(word, value) for word, value in named if ast.unparse(value) != code.defaults.get(word)
+            ]
+            node.args = node.args[:2]
+        return node
+
+
+def _methods(code: Class, words: set[str], classes: list[Class]) -> str:
+    """The code of a class's methods. classes: those that it may use."""
     layers, evaluated = list[str](), list[str]()
     for layer in layers_of(code.steps):
-        create = DEFAULT.sub("", layer.code)
+        create = ast.unparse(_Calls(classes).visit(ast.parse(DEFAULT.sub("", layer.code), mode="eval")))
         line = f"self.{layer.name} = {create}{'.eval()' * layer.evaluated}"
         layers.append(f'self.register_buffer("{layer.name}", {create})' if layer.buffer else line)
         if layer.evaluated:
@@ -577,7 +594,9 @@ def _methods(code: Class, words: set[str]) -> str:
                 f"# Shared, as in MXNet\nself.{layer.name}.{name} = self.{join(owner.layer.name, owner.name)}"
             )
     lines = _Writer(code, words).write()
-    methods = INIT.format(arguments=", ".join(["self", *code.words]), layers=_indent(layers)) if layers else ""
+    arguments = [word for word in code.words if word not in code.defaults]
+    arguments += [f"{word}={value}" for word, value in code.defaults.items()]
+    methods = INIT.format(arguments=", ".join(["self", *arguments]), layers=_indent(layers)) if layers else ""
     methods += TRAIN.format(layers=_indent(evaluated)) if evaluated else ""
     return (methods + FORWARD.format(arguments=", ".join(["self", *code.inputs.values()]), lines=_indent(lines))).strip(
         "\n"
@@ -614,8 +633,8 @@ def write(network: Exported, base: str) -> None:
     outputs = ", ".join(identifier(name, set()) for name in network.outputs)
     docstring = textwrap.wrap(f"Inputs: {', '.join(inputs)}. Outputs: {outputs}.", LINE_LENGTH - 10)
     words = {*WORDS, *(block.name for block in classes)}
-    blocks = [f"class {block.name}(nn.Module):\n{_methods(block, words)}" for block in classes]
-    methods = _methods(net, words)
+    blocks = [f"class {block.name}(nn.Module):\n{_methods(block, words, classes)}" for block in classes]
+    methods = _methods(net, words, classes)
     definitions = [*_called("\n".join([*blocks, methods])), *blocks]
     code = MODULE.format(
         version=__version__,
