@@ -71,7 +71,7 @@ def _reason(path: str, cell: Any, error: Any) -> str:
     code = python2.cell_without_commands(cell.source) if error.ename in ("SyntaxError", "IndentationError") else ""
     settings = prepare.given()
     text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))  # it also has the errors that led to this one
-    messages = [error.evalue, *re.findall(r"^\w*Error: (.+)", text, re.MULTILINE)]
+    messages = [error.evalue, *re.findall(r"(?:^\w*Error: |-> \d+ +(?=assert ))(.+)", text, re.MULTILINE)]
     found = (explain.advice_on(message, code, here=settings.here, start=settings.start) for message in messages)
     advice = next(filter(None, found), "")
     if advice == python2.CONVERT:
