@@ -1,6 +1,5 @@
 """The ways to split LeNet across devices, compared with NumPy in float64."""
 
-import re
 from contextlib import contextmanager
 from functools import cache, partial
 

@@ -23,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gluon_mgpu.check.processes as processes
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm, some
-from gluon_mgpu.check.kept import DIFFERS, Values, differences, kept
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm
+from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.support.programs import execute
@@ -45,8 +46,8 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
 
 
 class JAX(Driver):
-    """seconds: the limit of a step. one: the shapes of the state on one device. kept: what the file keeps after the
-    steps, on several devices and on one. draws: whether a step draws random numbers."""
+    """seconds: the limit of a step. one: the shapes of the state on one device. draws: whether a step draws random
+    numbers. done: what has run of the file's functions."""
 
     divides = "split_and_load"
     advice = {
@@ -57,9 +58,8 @@ class JAX(Driver):
 
     def __init__(self, file: str, seconds: float) -> None:
         self.file, self.seconds, self.batches = file, seconds, dict[tuple[int, int], Any]()
-        self.devices: Sequence[str] = ()
         self.sessions = dict[tuple[Any, ...], Session]()
-        self.one, self.kept, self.draws = dict[str, Any](), dict[bool, Values](), False
+        self.one, self.draws, self.done = dict[str, Any](), False, reached.Done()
         self.has_replicas, self.has_batches = self._in_process(_form)
         self.uneven = self.has_replicas
 
@@ -101,7 +101,7 @@ class JAX(Driver):
     def run(
         self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
     ) -> Session:
-        """constant: all random numbers are the same. The steps on one device are taken once for all numbers of others."""
+        """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
         contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
         key = (k, double, constant, seed, *contents)
         if key not in self.sessions:
@@ -113,19 +113,22 @@ class JAX(Driver):
         side = Side(self.file, k, self.has_replicas, double, constant, self.one)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
         session = Session(failure=outcome.failure, late=outcome.late)
-        for i, [(facts, before, after, losses, _)] in enumerate(outcome.stages):
+        for i, [(facts, done, before, after, rest)] in enumerate(outcome.stages):
             session.facts |= facts
+            for function, ran in done.items():
+                self.done.setdefault(function, set()).update(ran)
             if i:
-                session.add(before, after, losses)
+                session.add(before, after)
+                session.steps[-1].rest = rest
             else:
                 session.start = after
         self.draws |= bool(session.facts.get("draws"))
         if k == 1 and session.start:
             self.one = {name: a.shape for name, a in session.start[0].items()}
-        if outcome.stages and len(batches) > 1 and not seed:
-            self.kept[k > 1] = outcome.stages[-1][0][-1]
-            self.devices = session.facts["devices"] if k > 1 else self.devices
         return session
+
+    def missed(self) -> list[str]:
+        return reached.missed(self.done)
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         self.notes.clear()
@@ -134,8 +137,6 @@ class JAX(Driver):
             return
         if not self.uneven:
             self.notes.append("uneven batches were not checked: a NamedSharding divides only even ones")
-        if len(self.kept) == 2 and (names := differences(self.kept[True], self.kept[False], self.devices)):
-            self.notes.append(f"warning: {some(names)}: {DIFFERS}")
         X, *_ = self.batch(0, 11)
 
         def accuracy(module: ModuleType) -> str:
@@ -177,7 +178,7 @@ class Side:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def take_steps(self, batches: Sequence[Any], send: Send) -> None:
-        """Send what the file keeps and, for each device, the state before the first step; then those of each step."""
+        """Send the state of each device before the first step; after each step also what the file keeps."""
         random = {name: function for name, function in vars(jax.random).items() if name not in KEYS}
         for name, function in random.items():
             if inspect.isfunction(function) and "key" in inspect.signature(function).parameters:
@@ -188,12 +189,14 @@ class Side:
         self.is_drawing = False
         self._watch()
         state = jax.tree.map(self._own, state)
-        now, self.facts["devices"] = self._read(state), [str(device) for device in jax.devices()]
-        send((self.facts, now, now, [], {}))
+        now, done = self._read(state), reached.Done()
+        send((self.facts, done, now, now, []))
         for batch in batches:
-            before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
-            now = self._read(state)
-            send((self.facts, before, now, [], kept(module)))
+            with reached.traced(done):
+                before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
+            now, rest = self._read(state), kept(module, jax.devices())
+            self.facts["others"] = [*rest[0]]
+            send((self.facts, done, before, now, rest))
 
     def _own(self, a: Any) -> Any:
         """An array in this side's precision."""

@@ -118,6 +118,10 @@ class Driver:
         """
         raise NotImplementedError
 
+    def clips(self) -> bool:
+        """Whether a step has clipped gradients."""
+        return False
+
     def missed(self) -> list[str]:
         """Lines, conditions and limits that no step has reached."""
         return []
@@ -127,7 +131,7 @@ class Driver:
         return {}
 
     def begins(self, k: int, batches: Sequence[Any], **options: Any) -> str:
-        """Where the last of some steps on k devices begins to differ from that on one."""
+        """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
         return ""
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
@@ -224,7 +228,8 @@ class _Comparison:
         if not wrong:
             yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
-        self.notes += [note for note in self.driver.notes if note not in self.notes]
+        for note in self.driver.notes:
+            self._note(note)
         stale = "a step uses the gradients of an earlier batch; update with those of its own"
         if wrong and self.weak and self.several.steps:
             wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
@@ -415,8 +420,7 @@ class _Comparison:
 
         examples = driver.split(k, batches[-1], n)
         if examples and (reason := wrong_split(examples, n, driver.divides, self.unit)):
-            if not driver.infers or "examples of an" in reason or not self._uses_others():
-                return "devices", reason
+            return "devices", reason
         parts = self._parts(examples, n)
         alone = [(1, [driver.take(batch, part) for batch in batches], ()) for part in parts]
         steps = taken((k, batches, ()), (1, batches, of_batches), *alone)
@@ -437,7 +441,7 @@ class _Comparison:
         if evidence.is_wrong():
             tests = {
                 "alike": lambda: is_right([driver.take(batch, [0] * n) for batch in batches]),
-                "unclipped": lambda: is_right(batches, clips=False),
+                "unclipped": lambda: driver.clips() and is_right(batches, clips=False),
                 "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
                 "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
             }
@@ -446,10 +450,6 @@ class _Comparison:
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
         return ("replicas", replicas) if replicas else cause
-
-    def _uses_others(self) -> bool:
-        """Whether on one device, an example changes the gradients of others, so that these do not tell who has it."""
-        return False
 
     def _is_no_sum(self, whole: Step, alone: Sequence[Step], parts: Shards) -> bool:
         """Whether, on one device, the gradients of the shards do not add up to those of the batch."""
@@ -531,10 +531,9 @@ class _Comparison:
                 own.append(name)
         advice = "if evaluation, a checkpoint or a later step uses it"
         if own:
-            self.notes.append(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
+            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
         if others:
-            text = f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}"
-            self.notes.append(text)
+            self._note(f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}")
 
     def _under_stress(self) -> Iterator[Claim]:
         """Whether the step is right, too, if it reaches lines and limits that it did not reach."""
@@ -553,7 +552,12 @@ class _Comparison:
                 advice = "decide, clip and scale after the sum, with numbers that are the same everywhere"
                 yield "update", f"{text}, the update differs from that of one {self.unit} ({some(names)}); {advice}"
         if missed := self.driver.missed():
-            self.notes.append(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+            self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+
+    def _note(self, note: str) -> None:
+        """Add a note, unless it was added for another number of devices."""
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 class Evidence:
@@ -569,6 +573,9 @@ class Evidence:
         known = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
         self.names = [n for n in known if all(arrays[n].shape == whole[0][n].shape for arrays in everywhere)]
         self.whole = {name: whole[0][name] for name in self.names}
+        # an optimizer's gradients may be known of some arrays only
+        changed = {n for step in of.one.steps for n, a in step.changes[0].items() if a.any()} - of.ignored
+        self.every = {*self.names, *changed}
         # a share of what they do alone, unless the step computes sums
         self.sizes = [len(part) for part in parts]
         shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
@@ -589,7 +596,7 @@ class Evidence:
         """Whether each device updates with its own gradients only."""
         wrong = [self.wrong(change) for change in self.changes]
         own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.names) else f" for {some(own)}"
+        of = "" if len(own) == len(self.every) else f" for {some(own)}"
         return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
 
     def _is_own(self, name: str, rank: int) -> bool:
@@ -620,8 +627,10 @@ class Evidence:
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
             return "update", f"the update is not finite ({some(infinite)})"
+        if tests["unclipped"]():
+            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = "the update" + _where(elements, whole)
+        where = "the update" + _where(elements, whole, self.every)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
         if weights is not None:
@@ -651,10 +660,6 @@ class Evidence:
         total = self._sum(self.parts)
         is_of_parts = bool(self.wrong(total)) and not self.wrong(change, total)
         is_scaled = weights is not None and np.abs(weights - 1).max() > 5e-5
-        if not is_scaled and tests["unclipped"]():
-            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
-        begins = tests["begins"]()
-        place = f"; {begins}" if begins else ""
         if tests["no sum"]():
             cause = (
                 f"on one {unit}, the gradients of the shards do not add up to those of the batch, so the loss is no "
@@ -662,13 +667,13 @@ class Evidence:
                 f"shard; add numerators and denominators over the {UNITS[unit]}, or gather what it needs, with "
                 "gradients"
             )
-            return "update", f"{where} differs: {cause}{place}"
+            return "update", f"{where} differs: {cause}{tests['begins']()}"
         if is_of_parts:
             cause = (
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
-            return "update", f"each {unit} changes its gradients before the sum{where[10:]}: {cause}; sum first{place}"
+            return "update", f"each {unit} changes its gradients{where[10:]} before the sum: {cause}; sum first"
         if weights is not None and is_scaled:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
@@ -689,7 +694,7 @@ class Evidence:
         elif tests["alike"]():
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
-        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{place}"
+        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{tests['begins']()}"
 
 
 def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
@@ -790,9 +795,10 @@ def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
     return [n for n, array in expected.items() if n in change and not norm(change[n] - array) <= bound[n]]
 
 
-def _where(wrong: Arrays, expected: Arrays) -> str:
-    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element."""
-    right = [name for name, value in expected.items() if name not in wrong and value.any()]
+def _where(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
+    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element.
+    every: the names of what changes."""
+    right = [name for name in every - {*wrong} if name not in expected or expected[name].any()]
     if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import random as python_random
 import sys
@@ -27,11 +28,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import reached, watch
+import gluon_mgpu.check.reached as reached
+import gluon_mgpu.check.watch as watch
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
-from gluon_mgpu.check.state import PREFIX, State, array_of, leaves, rows_of, taken
+from gluon_mgpu.check.state import State, array_of, leaves, rows_of, taken
 from gluon_mgpu.check.watch import Float64, Normalization, Watch
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.support.programs import execute
@@ -86,7 +88,7 @@ def import_early(text: bytes) -> None:
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
-    names |= {"torch._dynamo"} if b"torch.compile" in text else set()
+    names |= {"torch._dynamo"} if b"torch.compile" in text or b"fsdp" in text else set()
     for name in sorted(names):
         if name.startswith("torch."):
             with suppress(ImportError):  # each process says so
@@ -181,6 +183,9 @@ class PyTorch(Driver):
             self.rows[key] = [step.calls for step in session.steps]
         return session
 
+    def clips(self) -> bool:
+        return any(is_reached for limit, is_reached in self.limits.items() if "clip_grad" in limit)
+
     def missed(self) -> list[str]:
         limits = [limit for limit, is_reached in self.limits.items() if not is_reached]
         return reached.missed(self.done) + sorted(limits)
@@ -254,7 +259,7 @@ class PyTorch(Driver):
         seed_all(rank)
         with mode:
             given = self.make(rank, world)
-            state = State.of(given, self._reaches())
+            state = State.of(self._with_names(given), self._reaches())
             facts: dict[str, Any] = {"how": ["with dropout off"] * self._switch_dropout_off(state)}
             normalized = [m for m in state.modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
@@ -293,12 +298,12 @@ class PyTorch(Driver):
                 done, calls = reached.Done(), list[dict[str, Any]]()
                 with ExitStack() as stack:
                     if trace:
-                        stack.enter_context(watch.traced_modules(self._names(state), calls))
+                        stack.enter_context(watch.traced_modules(state.named_modules(), calls))
                     stack.enter_context(reached.traced(done))
                     losses = take_step(given, part)
                 if world > 1:
                     seen.refuse_unfinished()
-                state = State.of(given, self._reaches())
+                state = State.of(self._with_names(given), self._reaches())
                 after = {**now, **state.read()}
                 changes = {name: after[name] - a for name, a in now.items() if after[name].shape == a.shape}
                 losses = [a.detach().double().numpy() for a in leaves(losses) if isinstance(a, Tensor)]
@@ -318,22 +323,16 @@ class PyTorch(Driver):
                         p.grad = torch.zeros_like(p.grad)
                 now = {name: after[name] for name in now}  # without arrays that the step has created
 
+    def _with_names(self, given: Any) -> Any:
+        """What a step is given, with names if they are known."""
+        return given
+
     def _reaches(self) -> Any:
         """What the step can reach besides its arguments."""
         return self.take_step
 
     def _switch_dropout_off(self, state: State) -> bool:
         return self.no_dropout and watch.switch_dropout_off(state.modules)
-
-    def _names(self, state: State) -> dict[str, nn.Module]:
-        """The innermost and other modules, with their names."""
-        inner = {id(m) for module in state.modules for m in module.children()}
-        found: dict[str, nn.Module] = {}
-        for root in [m for m in state.modules if id(m) not in inner]:
-            for name, module in root.named_modules():
-                short = PREFIX.sub("", f"{name}.").rstrip(".") or type(module).__name__
-                found[short if short not in found else f"{type(root).__name__}.{short}"] = module
-        return found
 
     def _watch_gradients(self, state: State) -> Arrays:
         """The sum of the gradients that backward passes compute, before anything changes it."""
@@ -370,6 +369,14 @@ class PyTorchFile(PyTorch):
         else:
             more = state if isinstance(state, (list, tuple)) else [state]
         return self.module.train_batch(*(batch if isinstance(batch, (list, tuple)) else [batch]), *more)
+
+    def _with_names(self, given: Any) -> Any:
+        with suppress(ValueError, TypeError):
+            parameters = inspect.signature(self.module.train_batch).parameters.values()
+            names = [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+            if isinstance(given, (list, tuple)) and 0 < len(given) < len(names):
+                return dict(zip(names[-len(given) :], given))
+        return given
 
     def _reaches(self) -> Any:
         return self.module.train_batch

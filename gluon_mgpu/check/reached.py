@@ -67,28 +67,43 @@ def _conditions(code: CodeType) -> dict[int, tuple[int, int]]:
 def missed(done: Done) -> list[str]:
     """The lines of functions that ran which did not, as in "lines 41 to 43", and conditions that had always the same
     result."""
-    lines, conditions = list[int](), list[int]()
-    main = next(iter(done), ("",))[0]
-    for (file, first, name), here in done.items():
-        function = _function(file, first, name)
-        if function and file == main:
-            ran = {x if isinstance(x, int) else x[0] for x in here}
-            jumps = [x for x in here if not isinstance(x, int)]
-            for statement in _statements(function.body):
-                last = statement.end_lineno or statement.lineno
-                if hasattr(statement, "body"):
-                    last = max(statement.lineno, statement.body[0].lineno - 1)
-                if not ran & {*range(statement.lineno, last + 1)}:
-                    lines += range(statement.lineno, last + 1)
-            for node in ast.walk(function):
-                if isinstance(node, (ast.If, ast.IfExp)) and _depends_on_data(node.test):
-                    inside = {*range(node.test.lineno, (node.test.end_lineno or 0) + 1)}
-                    results = {x[1:] for x in jumps if x[0] in inside}
-                    covered = isinstance(node, ast.If) and {*range(node.lineno, (node.end_lineno or 0) + 1)} & {*lines}
-                    if results and len({x[0] for x in results}) == len(results) and not covered:
-                        conditions.append(node.lineno)
-    found = [f"line {a}" if a == b else f"lines {a} to {b}" for a, b in _ranges(sorted({*lines}))]
-    return found + [f"the other result of the condition in line {line}" for line in sorted({*conditions})]
+    found, main = list[str](), next(iter(done), ("",))[0]
+    for file in dict.fromkeys(file for file, *_ in done):
+        lines, conditions = set[int](), set[int]()
+        for (of, first, name), here in done.items():
+            function = _functions(file).get((first, name)) if of == file else None
+            if function:
+                not_run = _lines(function, {x if isinstance(x, int) else x[0] for x in here})
+                lines |= not_run
+                conditions |= _one_sided(function, [x for x in here if not isinstance(x, int)], not_run)
+        where = "" if file == main else f" of {Path(file).name}"
+        found += [(f"line {a}" if a == b else f"lines {a} to {b}") + where for a, b in _ranges(sorted(lines))]
+        found += [f"the other result of the condition in line {line}{where}" for line in sorted(conditions)]
+    return found
+
+
+def _lines(function: ast.FunctionDef, ran: set[int]) -> set[int]:
+    """The lines of the statements that did not run."""
+    found = set[int]()
+    for statement in _statements(function.body):
+        last = statement.end_lineno or statement.lineno
+        if hasattr(statement, "body"):
+            last = max(statement.lineno, statement.body[0].lineno - 1)
+        span = {*range(statement.lineno, last + 1)}
+        found |= set() if ran & span else span
+    return found
+
+
+def _one_sided(function: ast.FunctionDef, jumps: list[Any], not_run: set[int]) -> set[int]:
+    """The lines of conditions that depend on data and had one result, unless this left lines out. jumps: see `Done`."""
+    found = set[int]()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.IfExp)) and _depends_on_data(node.test):
+            results = {x[1:] for x in jumps if node.test.lineno <= x[0] <= (node.test.end_lineno or 0)}
+            is_whole = isinstance(node, ast.If) and not_run & {*range(node.lineno, (node.end_lineno or 0) + 1)}
+            if results and len({offset for offset, _ in results}) == len(results) and not is_whole:
+                found.add(node.lineno)
+    return found
 
 
 def _depends_on_data(test: ast.expr) -> bool:
@@ -125,10 +140,6 @@ def _functions(file: str) -> dict[tuple[int, str], ast.FunctionDef]:
         return {}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {(min([node.lineno, *(d.lineno for d in node.decorator_list)]), node.name): node for node in found}
-
-
-def _function(file: str, first: int, name: str) -> ast.FunctionDef | None:
-    return _functions(file).get((first, name))
 
 
 def _ranges(lines: list[int]) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from gluon_mgpu.check.processes import is_users
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names
 OWN_ATTRIBUTES = {"_parameters", "_buffers", "_modules"}  # of a module; `State` reads them by their names
 HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks"}
+GIVEN, IN_OBJECT, OTHER = 2, 1, 0  # where a tensor is: in a nest of what a step is given, in an object there, elsewhere
 LIMIT = 50_000  # objects that are searched
 CONTAINERS = {"collections", "functools", "types", "dataclasses"}
 
@@ -29,26 +30,35 @@ CONTAINERS = {"collections", "functools", "types", "dataclasses"}
 @dataclass
 class State:
     """What is found, by name. tensors: parameters, buffers, and what the step is given. others: arrays in attributes,
-    closures and global variables. numbers: Python's. optimizers: as they are found."""
+    closures and global variables. copies: others that may be of parameters. numbers: Python's. names, paths: the names
+    of a network, and of its tensors and modules in it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Tensor | np.ndarray] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    names: dict[str, tuple[str, str]] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+    paths: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any, function: Callable[..., Any]) -> State:
         """The state of a step: what it is given, and what its function can reach."""
         state, seen = cls(), dict[int, Any]()  # with the objects, so that no id is used again
-        for is_given, root in ((True, given), (False, function)):
-            stack = [("", root)]
+        for root, is_part in ((given, True), (function, False)):
+            stack = [("", root, GIVEN if is_part else OTHER)]
             while stack and len(seen) < LIMIT:
-                name, value = stack.pop()
+                name, value, level = stack.pop()
                 if id(value) not in seen:
                     if not isinstance(value, (int, float, str, bytes)):
                         seen[id(value)] = value
-                    stack += reversed([*state._inside(name, value, is_given)])
+                    stack += reversed([*state._inside(name, value, level)])
+        shapes = {a.shape for a in state.tensors.values() if a.requires_grad}
+        for name in [name for name in state.copies if state.others[name].shape in shapes]:
+            state.tensors[name] = state.others.pop(name)  # such as a moving average of a parameter
+        if len({root for root, _ in state.names.values()}) > 1:  # several networks
+            state.tensors = {".".join(filter(None, state.names.get(n, (n,)))): a for n, a in state.tensors.items()}
         known = {id(a) for a in state.tensors.values()}
         for i, optimizer in enumerate(state.optimizers):
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -57,12 +67,14 @@ class State:
                     state.tensors[f"optimizer {i}[{j}]"] = p
         return state
 
-    def _inside(self, name: str, value: Any, is_given: bool) -> Iterator[tuple[str, Any]]:
+    def _inside(self, name: str, value: Any, level: int) -> Iterator[tuple[str, Any, int]]:
         """Note a value, and return what is in it."""
         if isinstance(value, Tensor):
             if value.is_floating_point() or value.is_complex():
-                is_state = value.requires_grad and value.is_leaf or is_given and value.numel() > 1
-                self._add(self.tensors if is_state else self.others, name, value)
+                is_state = value.requires_grad and value.is_leaf or level == GIVEN and value.numel() > 1
+                added = self._add(self.tensors if is_state else self.others, name, value)
+                if added and not is_state and level == IN_OBJECT:
+                    self.copies.append(added)
         elif isinstance(value, np.ndarray):
             if value.dtype.kind == "f":
                 self._add(self.others, name, value)
@@ -73,27 +85,44 @@ class State:
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
         else:
-            for key, item in parts_of(value, is_given):
-                yield (f"{name}{key}" if name or not key.startswith(".") else key[1:]), item
+            level = level if isinstance(value, (dict, list, tuple)) else min(level, IN_OBJECT)
+            for key, item in parts_of(value, level > OTHER):
+                yield (f"{name}{key}" if name or not key.startswith(".") else key[1:]), item, level
 
-    def _of_network(self, name: str, network: nn.Module) -> Iterator[tuple[str, Any]]:
+    def _of_network(self, name: str, network: nn.Module) -> Iterator[tuple[str, Any, int]]:
         for n, a in [*network.named_parameters(), *network.named_buffers()]:
             if a.is_floating_point() or a.is_complex():
                 short = PREFIX.sub("", n)
-                self._add(self.tensors, short if short not in self.tensors else f"{name}.{short}", a)
+                if not any(a is other for other in self.tensors.values()):
+                    unique = short if short not in self.tensors else f"{name}.{short}"
+                    self.tensors[unique], self.names[unique] = a, (name, short)
         for prefix, module in network.named_modules():
             if any(module is other for other in self.modules):
                 continue
             self.modules.append(module)
+            self.paths[name, PREFIX.sub("", f"{prefix}.").rstrip(".")] = module
             is_torch = type(module).__module__.startswith("torch.")
             for key, value in vars(module).items():
                 if key in HOOKS if is_torch else key not in OWN_ATTRIBUTES:
-                    yield PREFIX.sub("", f"{prefix}.{key}" if prefix else key), value
+                    yield PREFIX.sub("", f"{prefix}.{key}" if prefix else key), value, OTHER
 
-    def _add(self, to: dict[str, Any], name: str, value: Any) -> None:
+    def _add(self, to: dict[str, Any], name: str, value: Any) -> str:
+        """Returns the name under which a value is noted; empty if it is known."""
         everywhere = [*self.tensors.values(), *self.others.values()]
-        if isinstance(value, float) or not any(value is other for other in everywhere):
-            to[name if name not in to else f"{name}'"] = value
+        if not isinstance(value, float) and any(value is other for other in everywhere):
+            return ""
+        name = name if name not in to else f"{name}'"
+        to[name] = value
+        return name
+
+    def named_modules(self) -> dict[str, nn.Module]:
+        """The modules by name: of the wrappers of a network, only the innermost."""
+        is_one = len({root for root, _ in self.paths}) == 1
+        names = [
+            (path or type(m).__name__ if is_one else f"{root}.{path}".strip("."))
+            for (root, path), m in self.paths.items()
+        ]
+        return dict(zip(names, self.paths.values()))
 
     def read(self) -> Arrays:
         """Copies of the tensors in float64, with those that are divided among the processes gathered."""

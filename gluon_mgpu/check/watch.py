@@ -325,19 +325,20 @@ class Normalization:
 
 
 @contextmanager
-def traced_modules(modules: dict[str, nn.Module], calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Note the rows of the input and the output of each module, and the gradients of the output."""
+def traced_modules(modules: dict[str, nn.Module], events: list[dict[str, Any]]) -> Iterator[None]:
+    """Note the rows of the input and the output of each module, and of the gradients of the output, as they come."""
 
     def noted(name: str, module: Any, inputs: Any, output: Any) -> None:
         tensor, given = _first(output), _first(inputs)
         if tensor is None or not tensor.ndim:
             return
-        call = {"name": name, "output": signatures(tensor.detach()), "input": None, "grad": None}
-        if given is not None and given.ndim:
-            call["input"] = signatures(given.detach())
-        calls.append(call)
+        number, rows = len(events), signatures(tensor.detach())
+        has_rows = given is not None and given.ndim
+        events.append({"name": name, "output": rows, "input": signatures(given.detach()) if has_rows else None})
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: call.update(grad=signatures(grad.detach())))
+            tensor.register_hook(
+                lambda grad: events.append({"name": name, "of": number, "grad": signatures(grad.detach())})
+            )
 
     hooks = [m.register_forward_hook(functools.partial(noted, name)) for name, m in modules.items()]
     try:
@@ -347,7 +348,8 @@ def traced_modules(modules: dict[str, nn.Module], calls: list[dict[str, Any]]) -
             hook.remove()
 
 
-def _first(value: Any) -> Tensor | None:
+def _first(value: Any) -> Any:
+    """The first tensor of a module's inputs or outputs."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() and not hasattr(value, "placements") else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -355,46 +357,26 @@ def _first(value: Any) -> Tensor | None:
 
 
 def beginning(several: Sequence[Sequence[dict[str, Any]]], one: Sequence[dict[str, Any]]) -> str:
-    """The first module, in the order of the forward pass, whose output for an example is not that on one process, or
-    the first in the backward pass whose gradient is not. Both in float64."""
-    calls = {(call["name"], i): call for i, call in _numbered(one)}
-    pairs: list[tuple[Any, Any, np.ndarray]] = []
-    for number, of_process in enumerate(several):
-        for i, call in _numbered(of_process):
-            other = calls.get((call["name"], i))
-            if other is None or other["output"].shape[1:] != call["output"].shape[1:]:
+    """The first module whose output for an example is not that on one process, or whose output's gradient is not. Both
+    sides are in float64, and have the same events in the same order."""
+    for number, events in enumerate(several):
+        rows, factor = dict[int, np.ndarray](), None
+        for i, (mine, its) in enumerate(zip(events, one)):
+            if mine["name"] != its["name"] or ("grad" in mine) != ("grad" in its):
+                return ""
+            if "grad" not in mine:
+                factor = None  # of another backward pass
+                rows[i] = found_again(mine["output"], its["output"], 1e-8)
+                if (rows[i] < 0).any():
+                    given, others = mine["input"], its["input"]
+                    same = given is not None and others is not None and (found_again(given, others, 1e-8) >= 0).all()
+                    what = "the same input, another output" if same else "no example on one process has its input"
+                    return f"; it differs first in `{mine['name']}` ({what}, on process {number})"
                 continue
-            index = found_again(call["output"], other["output"], 1e-8)
-            if (index < 0).any():
-                given, its = call["input"], other["input"]
-                same = given is not None and its is not None and (found_again(given, its, 1e-8) >= 0).all()
-                what = "same input, another output" if same else "its input is not that of any example on one process"
-                return f"it differs first in `{call['name']}` ({what}, on process {number})"
-            pairs.append((call, other, index))
-        found = _in_backward(pairs, number)
-        if found:
-            return found
-        pairs.clear()
+            grad, expected = mine["grad"], its["grad"][rows[mine["of"]]]
+            if factor is None and expected.any():
+                factor = float((grad * expected).sum() / (expected * expected).sum())
+            if factor is not None and np.abs(grad - factor * expected).max() > 1e-6 * np.abs(factor * expected).max():
+                name = mine["name"]
+                return f"; it differs first in the gradient of the output of `{name}` (on process {number})"
     return ""
-
-
-def _in_backward(pairs: Sequence[tuple[Any, Any, np.ndarray]], number: int) -> str:
-    factor = None
-    for call, other, index in reversed(pairs):
-        if call["grad"] is None or other["grad"] is None:
-            continue
-        mine, its = call["grad"], other["grad"][index]
-        size = float((its * its).sum())
-        if factor is None:
-            factor = float((mine * its).sum()) / size if size else None
-        if factor is not None and np.abs(mine - factor * its).max() > 1e-6 * np.abs(factor * its).max():
-            name = call["name"]
-            return f"it differs first in the gradient of the output of `{name}` (same output, on process {number})"
-    return ""
-
-
-def _numbered(calls: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    counts: dict[str, int] = {}
-    for call in calls:
-        counts[call["name"]] = counts.get(call["name"], 0) + 1
-        yield counts[call["name"]], call

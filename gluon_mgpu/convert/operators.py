@@ -121,7 +121,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str | None) -> Any:
+    def word(self, key: str, *words: str | int | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -306,12 +306,9 @@ def rnn(node: Node, x: str, *states: str) -> str:
     parts = np.split(node.arrays[0], ends[:-1])
     node.arrays = [part.reshape(shape) for part, shape in zip(parts, shapes.values())]
     node.nested = True
-    name, lengths = node.create(layer, *shapes), list[str]()
-    if node["use_sequence_length"]:
-        *states, last = states
-        lengths.append(last)
-    given = [f"({', '.join(states)})"] if len(states) > 1 else states
-    return call("rnn_of_lengths", name, x, *lengths, *given) if lengths else call(name, x, *given)
+    name, count = node.create(layer, *shapes), len(states) - node["use_sequence_length"]
+    given = [f"({', '.join(states[:count])})"] if count > 1 else states[:count]
+    return call("rnn_of_lengths", name, x, states[-1], *given) if node["use_sequence_length"] else call(name, x, *given)
 
 
 # Other operators
@@ -330,10 +327,10 @@ def pooling(node: Node, x: str) -> str:
         node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
-        axes = _short(tuple(range(2, node.rank)))
+        pixels = _short(tuple(range(2, node.rank)))
         if kind == "lp":
-            return call("torch.linalg.vector_norm", x, 2, axes, keepdim=True)
-        return call(f"{x}.sum", axes, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+            return call("torch.linalg.vector_norm", x, 2, pixels, keepdim=True)
+        return call(f"{x}.sum", pixels, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
@@ -422,7 +419,10 @@ def crop(node: Node, x: str, *like: str) -> str:
 
 def pad(node: Node, x: str) -> str:
     mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
-    widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
+    text = node.attrs["pad_width"]  # of mx.np: ((0, 0), (1, 2))
+    widths = parse("tuple", re.sub(r"[()]", "", text)) if node.op == "_npi_pad" else node["pad_width"]
+    node.read.add("pad_width")
+    # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
     if not any(widths):
         return x
@@ -552,9 +552,18 @@ def reduction(function: str) -> Callable[..., str]:
             correction=_unless(1, node["ddof"]) if "ddof" in node else None,
         )
         to_scalar = len(axes) == node.rank and not keep
+        if node.op in ("_npi_std", "_npi_var"):
+            return f"{code}.detach()"  # MXNet's have no gradient
         return f"{code}.reshape(1)" if to_scalar and node.outputs[0][0] == (1,) else code
 
     return rule
+
+
+def np_norm(node: Node, x: str) -> str:
+    axis, keep = (parse(kind, node.attrs[key]) for kind, key in (("Shape", "axis"), ("boolean", "keepdims")))
+    if node.attrs["flag"] not in ("1", "-2"):  # the Euclidean norm of axes or of all numbers
+        raise Unsupported(f"ord={node.attrs['ord']!r} is not supported")
+    return call("torch.linalg.vector_norm", x, dim=axis, keepdim=_unless(False, keep))
 
 
 def arg_reduction(node: Node, x: str) -> str:
@@ -836,10 +845,8 @@ RULES: dict[str, Rule] = {
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
     **{"box_iou": lambda node, a, b: call("box_iou", a, b, node["format"] == "corner")},
     **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
-    **dict.fromkeys(
-        ("hstack", "vstack", "dstack", "column_stack"),
-        lambda node, *inputs: f"torch.{node.op.removeprefix('_npi_')}([{', '.join(inputs)}])",
-    ),
+    "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
+    **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
     **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
     **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
     **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)", "rot90": "torch.rot90({0}, {k}, {axes})"},

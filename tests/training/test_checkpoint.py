@@ -37,6 +37,18 @@ def test_load_returns_what_was_saved_and_numpy_reads_it_too(path):
         np.testing.assert_array_equal(array, np.load(path, allow_pickle=False)[name])
 
 
+def test_names_that_end_like_those_of_files_are_kept_apart(path):
+    arrays = {name: np.full(2, i) for i, name in enumerate(("a.npy", "a", "a.npy.npy"))}
+    path.write_bytes(checkpoint.packed(arrays, FACTS))
+    np.testing.assert_equal(checkpoint.load(path)[0], arrays)
+
+
+@pytest.mark.parametrize("name", ["file", checkpoint.METADATA])
+def test_names_that_a_checkpoint_needs_for_itself_are_refused(name):
+    with pytest.raises(Error):
+        checkpoint.packed({name: np.ones(2)}, FACTS)
+
+
 def test_a_missing_truncated_or_altered_file_and_a_pipe_are_errors_in_one_line_with_their_path(path):
     whole = path.read_bytes()
     for size in range(0, len(whole), 37):

@@ -147,7 +147,7 @@ def begun(two_epochs, tmp_path):
 )
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
-    for at_step, by in zip(at_steps, (signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
+    for at_step, by in zip(at_steps, (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)):
         interrupted(impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
         done += at_step
         facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
