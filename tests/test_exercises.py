@@ -13,6 +13,7 @@ import pytest
 import runs
 
 from gluon_mgpu import exercises
+from gluon_mgpu.commands.exercise import _csv
 from gluon_mgpu.commands.exercise import exercise as command
 from gluon_mgpu.exercises import Mistake, cases, grading
 
@@ -113,6 +114,7 @@ CASES = [
     (f"{WRONG}import sys; print('null'); sys.stdout.close()", "not-in-place"),
     (f"{WRONG}import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
     (f"{WRONG}x = bytearray(5 << 30)", "error"),
+    (f"{WRONG}error = OSError('no')\nerror.__notes__ = ['']\nraise error", "error"),
     (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit"),
 ]
 
@@ -160,6 +162,15 @@ def test_start_edit_check_and_correct(tmp_path):
     checked = run("grade", "allreduce.py", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (0, "") and "start step" in checked.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
+
+
+@pytest.mark.slow
+def test_what_an_answer_prints_controls_no_terminal(tmp_path, capfd):
+    printing = "import sys\nprint('\\x1b[2J\\tred')\nprint('\\x9b1m', file=sys.stderr)\nraise KeyError('\\x1b]0;title')"
+    mistake = graded(f"{SUM}\n{printing}", tmp_path)
+    out, err = capfd.readouterr()
+    text = out + err + grading.report("\x1b[31m.py", "allreduce", mistake)
+    assert "\tred" in text and "title" in text and not set("\x1b\x9b") & set(text)
 
 
 def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, capfd):
@@ -247,6 +258,34 @@ def test_a_learners_own_folders_are_no_students(tmp_path):
     (tmp_path / "a.py").write_text(SUM)
     (tmp_path / "runs").mkdir()
     assert [answer.path for answer in exercises.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
+
+
+def test_links_lead_to_other_folders_of_students_but_to_no_answer_twice(tmp_path, capsys):
+    for student in ("answers/ada", "answers/bob", "elsewhere/cy"):
+        (tmp_path / student).mkdir(parents=True)
+        (tmp_path / student / "a.py").write_text(SUM)
+    links = {
+        "cy": "../elsewhere/cy",
+        "loop": ".",
+        "up": "..",
+        "again": "ada",
+        "bob/loop": "..",
+        "bob/all": "/",
+        "gone": "x",
+    }
+    for name, target in links.items():
+        (tmp_path / "answers" / name).symlink_to(target)
+    found = exercises.find([str(tmp_path / "answers")])
+    assert [answer.student for answer in found] == ["ada", "bob", "cy"] and not any(answer.problem for answer in found)
+    assert capsys.readouterr().err.count("not followed") == 5
+
+
+def test_no_cell_of_the_table_is_a_formula_for_a_spreadsheet():
+    files = "=a/b.py", " +1", "-1.py", "@x", "a.py"
+    graded = [(exercises.Answer(path, problem="none"), exercises.Mistake("no-answer", "")) for path in files]
+    rows = list(csv.reader(_csv(graded).decode("utf-8-sig").splitlines()))
+    assert len(rows) == 6 and sum(cell.startswith("'") for row in rows for cell in row) == 8
+    assert not any(cell.strip()[:1] in tuple("=+-@") for row in rows for cell in row)
 
 
 def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):

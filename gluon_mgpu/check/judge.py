@@ -7,8 +7,9 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,9 @@ class Session:
 
 class Driver:
     """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch. infers: whether
-    `split` only infers the examples from gradients. still: the claim and the reason if no step changes anything."""
+    `split` only infers the examples from gradients. still: the claim and the reason if no step changes anything.
+    uneven: whether a batch can be uneven. notes: for the user, after `checks`. advice: what to do in this framework,
+    for {what is wrong}."""
 
     unit = "device"
     divides = "the step"
@@ -78,6 +81,17 @@ class Driver:
     still = "update", "the steps on one device do not change the parameters; assign in place"
     image_shape: Sequence[int] = (1, 28, 28)
     classes = 10
+    uneven = True
+    advice: Mapping[str, str] = {
+        "not summed": "sum them before the update",
+        "replicas": "sum all gradients before the update",
+        "statistics": "average them, or send those of the first to the others",
+        "left": "set them to 0 after each update",
+    }
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return []
 
     def batch(self, i: int, n: int) -> Any:
         """Batch i, of n examples. Here, random images and labels."""
@@ -190,7 +204,7 @@ class _Comparison:
 
     def _draw(self, steps: int) -> None:
         n, self.steps = -(-EXAMPLES // self.k) * self.k, steps
-        self.sizes = [n] * steps + [n + 1]
+        self.sizes = [n] * steps + [n + 1] * self.driver.uneven
         self.batches = [self.driver.batch(i, size) for i, size in enumerate(self.sizes)]
 
     def claims(self) -> Iterator[Claim]:
@@ -214,6 +228,8 @@ class _Comparison:
         if not wrong:
             yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
+        for note in self.driver.notes:
+            self._note(note)
         stale = "a step uses the gradients of an earlier batch; update with those of its own"
         if wrong and self.weak and self.several.steps:
             wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
@@ -243,7 +259,7 @@ class _Comparison:
         names = [name for name in every if len({of_device.get(name) for of_device in shapes}) > 1]
         params = {*(self.one.facts.get("params") or every)} | {*(self.several.facts.get("params") or ())}
         if {*names} & params or len(names) == len(every) > 0:
-            return f"it has arrays of other shapes ({_some(names)}); leave what is divided out of the state"
+            return f"it has arrays of other shapes ({some(names)}); leave what is divided out of the state"
         self.left_out = {*names}
         for session in (self.one, self.several, *self.double):
             for devices in [session.start, *(s.changes for s in session.steps), *(s.grads for s in session.steps)]:
@@ -251,7 +267,7 @@ class _Comparison:
                     for name in self.left_out & {*arrays}:
                         del arrays[name]
         if names:
-            self.notes.append(f"warning: not compared, because the {UNITS[self.unit]} divide it: {_some(names)}")
+            self.notes.append(f"warning: not compared, because the {UNITS[self.unit]} divide it: {some(names)}")
         return ""
 
     def _on_one(self) -> Iterator[Claim]:
@@ -382,10 +398,10 @@ class _Comparison:
             pairs = [(grads, one.grads[0]) for grads in several.grads] if one.grads else []
             if all(not far(*common(a, b), tolerances(b)) for a, b in pairs):
                 return rates
-        names = f" ({_some(wrong)})" if wrong and right else ""
+        names = f" ({some(wrong)})" if wrong and right else ""
         own, others = self._rest(i - 1)
         advice = (
-            f"before it, {_some(own + others)} is another one; compute it from all examples" if own + others else LEFT
+            f"before it, {some(own + others)} is another one; compute it from all examples" if own + others else LEFT
         )
         return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {advice}"
 
@@ -464,7 +480,7 @@ class _Comparison:
             cleared = self._run(1, self.batches, clear=True, shards=self.shards)
             pairs = zip(cleared.steps[:2], self.one.steps[:2])
             if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
-                left = "a step adds to the gradients of the step before; call zero_grad after each update"
+                left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
         split = wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
@@ -524,10 +540,9 @@ class _Comparison:
         own, others = self._rest(self.steps - 1)
         advice = "if evaluation, a checkpoint or a later step uses it"
         if own:
-            self.notes.append(f"warning: each {self.unit} has another {_some(own)}; synchronize it {advice}")
+            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
         if others:
-            text = f"warning: {_some(others)} is another one than on one {self.unit}; correct it {advice}"
-            self.notes.append(text)
+            self._note(f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}")
 
     def _under_stress(self) -> Iterator[Claim]:
         """Whether the step is right, too, if it reaches lines and limits that it did not reach."""
@@ -544,9 +559,14 @@ class _Comparison:
                 yield "several", f"{text}: {several.failure}"
             elif names := self._wrong_arrays(several.steps[-1], one.steps[-1], True):
                 advice = "decide, clip and scale after the sum, with numbers that are the same everywhere"
-                yield "update", f"{text}, the update differs from that of one {self.unit} ({_some(names)}); {advice}"
+                yield "update", f"{text}, the update differs from that of one {self.unit} ({some(names)}); {advice}"
         if missed := self.driver.missed():
-            self.notes.append(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+            self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+
+    def _note(self, note: str) -> None:
+        """Add a note, unless it was added for another number of devices."""
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 class Evidence:
@@ -556,7 +576,7 @@ class Evidence:
     def __init__(
         self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
     ) -> None:
-        self.unit, self.devices = of.unit, [f"{of.unit} {rank}" for rank in range(of.k)]
+        self.unit, self.advice, self.devices = of.unit, of.driver.advice, [f"{of.unit} {rank}" for rank in range(of.k)]
         self.changes, self.alone, self.unsynced = several, [arrays for [arrays] in alone], of.unsynced
         everywhere = [*self.changes, *self.alone]
         known = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
@@ -585,9 +605,8 @@ class Evidence:
         """Whether each device updates with its own gradients only."""
         wrong = [self.wrong(change) for change in self.changes]
         own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.every) else f" for {_some(own)}"
-        advice = "sum them in place, before the update (in DDP, in the last backward pass)"
-        return f"each {self.unit} updates with its own gradients{of}; {advice}" if own else ""
+        of = "" if len(own) == len(self.every) else f" for {some(own)}"
+        return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
 
     def _is_own(self, name: str, rank: int) -> bool:
         """Whether a device's update of an array uses only the gradients of its own examples."""
@@ -606,11 +625,9 @@ class Evidence:
             if right:
                 advice = "update each with the sum, in the same way"
                 return f"only the step of {', '.join(right)} is right ({names}); {advice}"
-            advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
-            return f"after a step, the replicas have different parameters ({names}); {advice}"
+            return f"after a step, the replicas have different parameters ({names}); {self.advice['replicas']}"
         names = names_that_differ([{n: change[n] for n in self.unsynced} for change in self.changes])
-        advice = "average or broadcast them, as DDP does"
-        return f"the replicas have different running statistics ({names}); {advice}" if names else ""
+        return f"the replicas have different running statistics ({names}); {self.advice['statistics']}" if names else ""
 
     def update(self, tests: dict[str, Callable[[], Any]], are_means: bool) -> Claim:
         """What a wrong update looks like. tests: whether it is right if all examples are alike, or unclipped; whether
@@ -618,7 +635,7 @@ class Evidence:
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
-            return "update", f"the update is not finite ({_some(infinite)})"
+            return "update", f"the update is not finite ({some(infinite)})"
         if tests["unclipped"]():
             return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
@@ -629,7 +646,7 @@ class Evidence:
             used = [i for i in range(k) if abs(weights[i]) > 1e-3]
             if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
                 names = ", ".join(self.devices[i] for i in used)
-                where = f"the update of {_some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
+                where = f"the update of {some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
@@ -714,7 +731,7 @@ def not_finite(step: Step) -> str:
     if not wrong:
         return ""
     value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
-    where = "losses" if wrong[0] == "losses" else f"gradients ({_some(wrong)})"
+    where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
@@ -794,7 +811,7 @@ def _where(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
     if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
-    return " of " + _some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
+    return " of " + some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
 
 
 def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
@@ -807,7 +824,7 @@ def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.n
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -816,4 +833,4 @@ def names_that_differ(devices: Sequence[Arrays]) -> str:
     if not devices:
         return ""
     first, *others = devices
-    return _some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])
+    return some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

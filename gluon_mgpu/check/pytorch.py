@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import reached, watch
+import gluon_mgpu.check.reached as reached
+import gluon_mgpu.check.watch as watch
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.check.state import State, array_of, leaves, rows_of, taken
 from gluon_mgpu.check.watch import Float64, Normalization, Watch
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
 _store: Any = None
@@ -129,6 +130,12 @@ class PyTorch(Driver):
     limits: dict[str, bool] = field(default_factory=dict)
     sums: dict[Any, list[float]] = field(default_factory=dict)
     unit = "process"
+    advice = {
+        "not summed": "sum them in place, before the update (in DDP, in the last backward pass)",
+        "replicas": "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync",
+        "statistics": "average or broadcast them, as DDP does",
+        "left": "call zero_grad after each update",
+    }
     infers = True
     still = (
         "compared",
@@ -148,6 +155,8 @@ class PyTorch(Driver):
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         if self.divide != "none":
             return divided(self.divide, k, n)
+        if self.reference:  # the processes of a tensor group share examples
+            return None
         sessions = [self.run(count, [batch], probe=True) for count in (k, 1)]
         if not all(session.steps for session in sessions):
             return None

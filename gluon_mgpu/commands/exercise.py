@@ -196,9 +196,14 @@ def _csv(graded: Graded) -> bytes:
     rows = csv.DictWriter(file, ("student", "solved", *exercises.NAMES, WITHOUT), lineterminator="\n")
     rows.writeheader()
     for student, results in _students(graded).items():
-        name = f"'{student}" if student[0] in "=+-@" else student  # for a spreadsheet, it would be a formula
-        rows.writerow({"student": name, "solved": [*results.values()].count("correct"), **results})
+        row = {"student": student, "solved": str([*results.values()].count("correct")), **results}
+        rows.writerow({column: _no_formula(cell) for column, cell in row.items()})
     return file.getvalue().encode("utf-8-sig")  # without this mark, Excel does not expect UTF-8
+
+
+def _no_formula(cell: str) -> str:
+    """A cell that a spreadsheet shows as it is, and does not compute."""
+    return f"'{cell}" if cell.lstrip()[:1] in tuple("=+-@") else cell
 
 
 def _check_writable(path: str) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import platformdirs
 
 from gluon_mgpu import __version__
-from gluon_mgpu.support import files
+from gluon_mgpu.support import files, log
 from gluon_mgpu.support.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
@@ -145,8 +145,8 @@ def _how_to_begin() -> str:
 
 def find(paths: Sequence[str]) -> list[Answer]:
     """The answers in files, and in all Python files and notebooks in folders, with their subfolders. If some subfolders
-    contain answers, each of the others has one with a problem, so that no student is missing. Raises UsageError if a
-    path does not exist, or if a folder contains no such file."""
+    contain answers, each of the others has one with a problem, so that no student is missing. Links to folders: see
+    `_links`. Raises UsageError if a path does not exist, or if a folder contains no such file."""
     empty: list[Answer] = []
     students: dict[str, str] = {}  # {file: its student}
     several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
@@ -156,8 +156,15 @@ def find(paths: Sequence[str]) -> list[Answer]:
         if not Path(path).is_dir():
             students.setdefault(path, "")
             continue
-        folders = os.walk(path, followlinks=True)
-        inside = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(SUFFIXES))
+        links = _links(path)
+        inside = []
+        for start in (path, *links):
+            for parent, subfolders, names in os.walk(start):
+                inside += [Path(parent, name) for name in names if name.endswith(SUFFIXES)]
+                for link in (os.path.join(parent, name) for name in subfolders):
+                    if os.path.islink(link) and link not in links:
+                        log.say(f"{link}: a link to a folder, which is not followed")
+        inside.sort()
         prefix = os.path.join(path, "") if several else ""
         within = {file: file.relative_to(path).parts for file in inside}
         within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
@@ -167,8 +174,22 @@ def find(paths: Sequence[str]) -> list[Answer]:
             students.setdefault(str(file), prefix + parts[0] if len(parts) > 1 else "")
         with_files = {parts[0] for parts in within.values() if len(parts) > 1}
         for folder in sorted(Path(path).iterdir()) if with_files else []:
-            if folder.is_dir() and folder.name[0] not in "._" and folder.name not in with_files:
+            followed = not folder.is_symlink() or str(folder) in links
+            if folder.is_dir() and followed and folder.name[0] not in "._" and folder.name not in with_files:
                 problem = f"contains no {' or '.join(SUFFIXES)} file"
                 empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
     found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
     return found + empty
+
+
+def _links(path: str) -> list[str]:
+    """The links in a folder to folders elsewhere, such as students' own. Other links are not followed: those to a
+    folder that contains this one, or is in it, would lead to the same answers again."""
+    top = os.path.realpath(path)
+    found = []
+    for entry in sorted(Path(path).iterdir()):
+        if entry.is_symlink() and entry.is_dir():
+            common = os.path.commonpath([top, os.path.realpath(entry)])
+            if common not in (top, os.path.realpath(entry)):
+                found.append(str(entry))
+    return found
