@@ -16,7 +16,7 @@ from mxnet import nd
 from PIL import Image, ImageOps
 
 from gluon_mgpu.compat import devices
-from gluon_mgpu.data import datasets
+from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.data.batches import LARGEST_BATCH, batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
@@ -84,9 +84,16 @@ def class_names(dataset: str, count: int) -> Sequence[str]:
 
 
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """Compute the network's scores (n, classes) for images (n, channels, height, width): uint8, or floats as in
-    training."""
+    """Compute the network's scores (n, classes) for images: uint8, or floating-point numbers as in training.
+
+    Shapes: see `datasets.own`. Raises UsageError if the images are not such as the network was trained on.
+    """
     model = trained.model
+    images = own_data.checked_images("images", images)
+    if images.shape[1:] != model.image_shape:
+        raise UsageError("images", images.shape, f"the network takes images of shape {model.image_shape}")
+    if images.dtype == np.uint8 and trained.run.details.get("image_dtype", "uint8") != "uint8":
+        raise UsageError("images", "uint8", "the network was trained on floating-point numbers; scale them so")
     results: list[np.ndarray] = []
     for X, _ in batches(images, np.zeros(len(images)), min(trained.config.batch_size, LARGEST_BATCH)):
         shards = [model.predict(X_shard) for X_shard in split(X, model.ctx)]  # computed at the same time
@@ -97,11 +104,13 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal.
 
-    The matrix also has the recall of each class. Zeros are shown as dots.
+    The matrix also has the recall of each class. Zeros are shown as dots. images: see `scores`. labels: class numbers
+    (n,). Raises UsageError if the images or the labels do not fit the network, or each other.
     """
     values = scores(trained, images)
+    labels = own_data.checked_labels("labels", labels, values)
     if labels.max() >= values.shape[1]:
-        raise UsageError(None, f"label {labels.max()}", f"the network has only {values.shape[1]} classes")
+        raise UsageError("labels", int(labels.max()), f"the network has only {values.shape[1]} classes, counted from 0")
     predicted = values.argmax(axis=1)
     # A network may have more outputs than its data has classes
     count = max(trained.run.details.get("classes", values.shape[1]), labels.max() + 1, predicted.max() + 1)
@@ -124,6 +133,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
     Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
     damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
     """
+    if len(shape) != 3 or min(shape) < 1:
+        raise UsageError("shape", shape, "must be (channels, height, width)")
     channels, height, width = shape
     if channels not in (1, 3):
         raise Error(f"{path}: the network takes {channels} channels, but an image file has 1 or 3")
@@ -132,9 +143,13 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
                 image = ImageOps.exif_transpose(image)  # this decodes the image
+                transparent = image.info.get("transparency")
                 if image.mode.startswith("I"):  # Pillow would clip 16-bit values to 8 bits instead of scaling them
-                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                if image.has_transparency_data:
+                    pixels = np.asarray(image)
+                    if transparent is not None:
+                        pixels = np.where(pixels == transparent, 0, pixels)
+                    image = Image.fromarray((pixels >> 8).astype(np.uint8))
+                elif image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
                 image = image.convert("L" if channels == 1 else "RGB")
@@ -151,16 +166,21 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
-    paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if the run was
-    trained on images that are not uint8.
+    paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if an image
+    does not fit the network, or if the run was trained on images that are not uint8.
     """
     if trained.run.details.get("image_dtype", "uint8") != "uint8":
         advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
         raise UsageError(None, "the run", advice)
+    if len(paths) != len(images) or not paths:
+        raise UsageError("images", f"{len(images)} images", f"must be one per path, and there are {len(paths)} paths")
+    for image in images:
+        if np.shape(image) != trained.model.image_shape:
+            raise UsageError("images", np.shape(image), f"the network takes shape {trained.model.image_shape}")
     lines = []
     probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
     classes = class_names(trained.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
-        lines.append(f"{log.printable(path)}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
+        lines.append(f"{log.printable(str(path))}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
     return "\n".join(lines)

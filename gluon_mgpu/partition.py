@@ -130,8 +130,8 @@ def gather(parts: list[NDArray], device: Context) -> NDArray:
     return whole
 
 
-def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """Compute the gradient of each array in `parts` (n, some, ...), on the device of that array.
+def gather_backward(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
+    """Compute the gradient of each array in `parts` (n, some, ...), on the device of that array: a reduce-scatter.
 
     gradients: one array (n, all, ...) per device that used all channels. This function sums them.
     """
@@ -158,7 +158,7 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
         losses = scratch.loss(inputs[0], y)
     losses.backward()
     for parts, wholes in reversed(exchanges):
-        for part, gradient in zip(parts, reduce_scatter([whole.grad for whole in wholes], parts)):
+        for part, gradient in zip(parts, gather_backward([whole.grad for whole in wholes], parts)):
             part.backward(gradient)
     return losses
 

@@ -78,6 +78,8 @@ def test_images_of_every_kind_are_read_as_the_same_grey(tmp_path, capsys):
     ):
         np.testing.assert_array_equal(grey(same, tmp_path), pixels)
     assert grey(Image.merge("LA", (white, black)), tmp_path).max() == 0
+    scaled = np.where(pixels, pixels.astype(np.uint16) * 257, 40000).astype(np.uint16)
+    np.testing.assert_array_equal(grey(Image.fromarray(scaled), tmp_path, transparency=40000), pixels)
     turned = Image.Exif()
     turned[0x0112] = 3  # upside down
     np.testing.assert_array_equal(grey(image, tmp_path, exif=turned), pixels[::-1, ::-1])

@@ -17,7 +17,7 @@ from mxnet import gluon, nd
 from runs import call
 from test_partition import batch, contexts
 
-from gluon_mgpu import highlevel, scratch, sharded, train
+from gluon_mgpu import highlevel, hybrid, scratch, sharded, train
 from gluon_mgpu.commands.train import train as train_command
 from gluon_mgpu.data import datasets, splitting
 from gluon_mgpu.support import errors
@@ -53,7 +53,7 @@ def test_functions_have_the_notebooks_arguments_and_no_others(module):
         assert ", ".join(inspect.signature(getattr(module, name)).parameters) == arguments
 
 
-@pytest.mark.parametrize("module", [scratch, highlevel, sharded])
+@pytest.mark.parametrize("module", [scratch, highlevel, sharded, hybrid])
 def test_a_lesson_contains_only_functions(module):
     code = Path(module.__file__).read_text()
     assert not [node for node in ast.parse(code).body if isinstance(node, (ast.ClassDef, ast.If))]

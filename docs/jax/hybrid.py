@@ -15,8 +15,8 @@ from sharding import train_batch
 
 from gluon_mgpu.data import datasets
 
-CONVOLUTIONS = [P(), P(), P(), P()]  # W1, b1, W2, b2: whole on each device
-DENSE = [P("tensor", None), P("tensor"), P(None, "tensor"), P()]  # rows of W3 and b3, columns of W4; b4 is whole
+CONVOLUTIONS = [P(), P(), P(), P()]  # whole on each device
+DENSE = [P("tensor", None), P("tensor"), P(None, "tensor"), P()]  # rows of W3, b3, columns of W4
 
 
 def integers(text):

@@ -19,9 +19,9 @@ from gluon_mgpu.data import datasets
 
 
 def init_net(lr):
-    world, net = dist.get_world_size(), lenet()
+    world, net, device = dist.get_world_size(), lenet(), torch.get_default_device().type
     shape = (-(-world // 2), min(world, 2))  # 4 processes: 2 x 2
-    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
     # The names are those of W.T: the rows of W3 are divided, and the columns of W4.
     parallelize_module(net, mesh["tensor"], {"7": ColwiseParallel(), "9": RowwiseParallel()})
     return net, mesh["data"], torch.optim.SGD(net.parameters(), lr=lr)

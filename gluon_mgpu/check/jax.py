@@ -6,6 +6,7 @@ with arrays that are divided among the devices.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -22,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gluon_mgpu.check.processes as processes
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm, some
-from gluon_mgpu.check.kept import DIFFERS, Values, differences, kept
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm
+from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.support.programs import execute
@@ -44,8 +46,8 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
 
 
 class JAX(Driver):
-    """seconds: the limit of a step. one: the shapes of the state on one device. kept: what the file keeps after the
-    steps, on several devices and on one. draws: whether a step draws random numbers."""
+    """seconds: the limit of a step. one: the shapes of the state on one device. draws: whether a step draws random
+    numbers. done: what has run of the file's functions."""
 
     divides = "split_and_load"
     advice = {
@@ -55,11 +57,11 @@ class JAX(Driver):
     }
 
     def __init__(self, file: str, seconds: float) -> None:
-        self.file, self.seconds, self.notes = file, seconds, list[str]()
-        self.one, self.kept, self.draws = dict[str, Any](), dict[bool, Values](), False
+        self.file, self.seconds, self.batches = file, seconds, dict[tuple[int, int], Any]()
+        self.sessions = dict[tuple[Any, ...], Session]()
+        self.one, self.draws, self.done = dict[str, Any](), False, reached.Done()
         self.has_replicas, self.has_batches = self._in_process(_form)
         self.uneven = self.has_replicas
-        self.batch = functools.cache(self.batch)
 
     def _in_process(self, function: Callable[[ModuleType], Any], k: int = 1) -> Any:
         """What a function of a fresh copy of the file returns, in a process with k devices."""
@@ -76,7 +78,9 @@ class JAX(Driver):
             batch = module.example_batch(n)
             return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
-        return self._in_process(draw) if self.has_batches else super().batch(i, n)
+        if (i, n) not in self.batches:
+            self.batches[i, n] = self._in_process(draw) if self.has_batches else super().batch(i, n)
+        return self.batches[i, n]
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         return jax.tree.map(lambda array: array[[*examples]], batch)
@@ -97,23 +101,34 @@ class JAX(Driver):
     def run(
         self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
     ) -> Session:
-        """constant: all random numbers are the same."""
+        """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
+        contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
+        key = (k, double, constant, seed, *contents)
+        if key not in self.sessions:
+            self.sessions = {old: session for old, session in self.sessions.items() if old[0] == 1}
+            self.sessions[key] = self._run(k, batches, double, constant, seed)
+        return copy.deepcopy(self.sessions[key])
+
+    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool, seed: int) -> Session:
         side = Side(self.file, k, self.has_replicas, double, constant, self.one)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
         session = Session(failure=outcome.failure, late=outcome.late)
-        for i, [(facts, before, after, losses, _)] in enumerate(outcome.stages):
+        for i, [(facts, done, before, after, rest)] in enumerate(outcome.stages):
             session.facts |= facts
+            for function, ran in done.items():
+                self.done.setdefault(function, set()).update(ran)
             if i:
-                session.add(before, after, losses)
+                session.add(before, after)
+                session.steps[-1].rest = rest
             else:
                 session.start = after
-        self.devices = session.facts.get("devices", ())
         self.draws |= bool(session.facts.get("draws"))
         if k == 1 and session.start:
             self.one = {name: a.shape for name, a in session.start[0].items()}
-        if outcome.stages and len(batches) > 1 and not seed:
-            self.kept[k > 1] = outcome.stages[-1][0][-1]
         return session
+
+    def missed(self) -> list[str]:
+        return reached.missed(self.done)
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         self.notes.clear()
@@ -122,8 +137,6 @@ class JAX(Driver):
             return
         if not self.uneven:
             self.notes.append("uneven batches were not checked: a NamedSharding divides only even ones")
-        if len(self.kept) == 2 and (names := differences(self.kept[True], self.kept[False], self.devices)):
-            self.notes.append(f"warning: {some(names)}: {DIFFERS}")
         X, *_ = self.batch(0, 11)
 
         def accuracy(module: ModuleType) -> str:
@@ -141,10 +154,12 @@ class JAX(Driver):
             return "several", ""  # there is another reason
         parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
         sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
-        several, *alone = (self.run(count, [part], double=True).steps[0].changes[0] for count, part in sides)
-        if _equal(several, {n: sum(a[n] for a in alone) / k for n in several}) or _equal(
-            several, {n: sum(a[n] for a in alone) for n in several}
-        ):
+        sessions = [self.run(count, [part], double=True) for count, part in sides]
+        if not all(session.steps for session in sessions):
+            return "several", ""
+        several, *alone = (session.steps[0].changes[0] for session in sessions)
+        total = {n: np.sum([a[n] for a in alone], axis=0) for n in several}
+        if any(_equal(several, {n: a * share for n, a in total.items()}) for share in (1, 1 / k)):
             advice = "draw them for the whole batch and divide them, or fold the device's index into the key"
             return "update", f"each device draws the same random numbers for its examples; {advice}"
         return "compared", "each device draws random numbers of its own; draw those of the whole batch, or none"
@@ -163,7 +178,7 @@ class Side:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def take_steps(self, batches: Sequence[Any], send: Send) -> None:
-        """Send what the file keeps and, for each device, the state before the first step; then those of each step."""
+        """Send the state of each device before the first step; after each step also what the file keeps."""
         random = {name: function for name, function in vars(jax.random).items() if name not in KEYS}
         for name, function in random.items():
             if inspect.isfunction(function) and "key" in inspect.signature(function).parameters:
@@ -174,12 +189,14 @@ class Side:
         self.is_drawing = False
         self._watch()
         state = jax.tree.map(self._own, state)
-        now, self.facts["devices"] = self._read(state), [str(device) for device in jax.devices()]
-        send((self.facts, now, now, [], {}))
+        now, done = self._read(state), reached.Done()
+        send((self.facts, done, now, now, []))
         for batch in batches:
-            before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
-            now = self._read(state)
-            send((self.facts, before, now, [], kept(module)))
+            with reached.traced(done):
+                before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
+            now, rest = self._read(state), kept(module, jax.devices())
+            self.facts["others"] = [*rest[0]]
+            send((self.facts, done, before, now, rest))
 
     def _own(self, a: Any) -> Any:
         """An array in this side's precision."""

@@ -9,18 +9,30 @@ from typing import Any
 
 import numpy as np
 
-DIFFERS = (
-    "what the file keeps here is not the same after the steps on several devices as after those on one; update it once "
-    "per step, with what all devices have"
-)
+from gluon_mgpu.check.judge import Arrays
+
 Path = tuple[Any, ...]  # the variable, and the keys, indices and attributes that follow
-Values = dict[Path, tuple[np.ndarray, str]]  # with the name of the device that a value is on
 
 
-def kept(module: ModuleType, **more: Any) -> Values:
-    """Copies of the numbers and arrays that a module's variables lead to. more: other objects that lead to some."""
+def kept(module: ModuleType, devices: Sequence[Any], **more: Any) -> list[Arrays]:
+    """Copies of the numbers and arrays that a module's variables lead to, for each device, by the names of the first
+    device's. more: other objects that lead to some.
+
+    What is on no device is the same for all. What is on another device than the first is known by each name that the
+    first device's could have, with another key or index: in `velocities[1][0]`, either may be the device.
+    """
     own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    return {path: _copied(value) for path, value in _walk({**more, **own}, (), module.__name__, set())}
+    names, found = [str(device) for device in devices], [Arrays() for _ in devices]
+    for path, value in _walk({**more, **own}, (), module.__name__, set()):
+        device = str(getattr(value, "context", "") or getattr(value, "device", ""))
+        array = _copied(value)
+        for rank, arrays in enumerate(found):
+            if rank and device == names[rank]:
+                for other in _on_first(path, rank, names):
+                    arrays[_name(other)] = array
+            if device not in names or device == names[rank]:
+                arrays.setdefault(_name(path), array)
+    return [{**found[0], **arrays} for arrays in found]  # what only the first device has is for all
 
 
 def _walk(value: Any, path: Path, module: str, seen: set[int]) -> Iterator[tuple[Path, Any]]:
@@ -34,10 +46,8 @@ def _walk(value: Any, path: Path, module: str, seen: set[int]) -> Iterator[tuple
         value = dict(inspect.getclosurevars(inspect.unwrap(value)).nonlocals)
     elif not isinstance(value, (Mapping, list, tuple)) and _is_own(value, module):
         value = {n: a for n, a in getattr(value, "__dict__", {}).items() if not n.startswith("__")}
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for key, part in list(parts):
+    value = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    for key, part in [*value.items()] if isinstance(value, Mapping) else ():
         yield from _walk(part, (*path, _plain(key)), module, seen)
 
 
@@ -47,45 +57,24 @@ def _plain(key: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    return (
-        not isinstance(value, type)
-        and hasattr(value, "dtype")
-        and (hasattr(value, "asnumpy") or hasattr(value, "__array__"))
-    )
+    is_array = hasattr(value, "dtype") and (hasattr(value, "asnumpy") or hasattr(value, "__array__"))
+    return is_array and not isinstance(value, type)
 
 
 def _is_own(value: Any, module: str) -> bool:
-    """Whether a class of the file, or one that it has as a base, keeps its values here: an object, a class or a
-    network."""
+    """Whether this is a class of the file, an object of one, or one of Gluon's blocks."""
     kind = value if isinstance(value, type) else type(value)
     return kind.__module__ == module or hasattr(value, "_children")
 
 
-def _copied(value: Any) -> tuple[np.ndarray, str]:
-    """In float64, and the device."""
-    device = str(getattr(value, "context", "") or getattr(value, "device", ""))
+def _copied(value: Any) -> np.ndarray:
+    """In float64."""
     array = value.asnumpy() if hasattr(value, "asnumpy") else np.array(value)
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64), device
-
-
-def differences(several: Values, one: Values, devices: Sequence[str]) -> list[str]:
-    """The names of what differs from what is kept on one device, if both have the same shape.
-
-    devices: of the steps on several. What another than the first keeps is compared with what the first one keeps.
-    """
-    names = list[str]()
-    for path, (value, device) in several.items():
-        rank = devices.index(device) if device in devices else 0
-        expected = [one[p][0] for p in (path, *_on_first(path, rank, devices)) if p in one]
-        if expected and expected[0].shape == value.shape:
-            error, size = (float(np.linalg.norm(a)) for a in (value - expected[0], expected[0]))
-            if not error <= 1e-4 * size + 1e-12:
-                names.append(_name(path))
-    return names
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _on_first(path: Path, rank: int, devices: Sequence[str]) -> Iterator[Path]:
-    """Where a value of a device may be on the first: at another key or index."""
+    """Where the first device may have what a device has here."""
     first = {rank: 0, devices[rank]: devices[0]}
     for i, key in enumerate(path):
         replaced = tuple(first.get(part, part) for part in key) if isinstance(key, tuple) else first.get(key, key)

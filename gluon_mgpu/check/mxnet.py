@@ -24,9 +24,10 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 import gluon_mgpu.check.judge as judge
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
-from gluon_mgpu.check.kept import DIFFERS, Values, differences, kept
+from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
 from gluon_mgpu.check.trainer import own_trainer
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
@@ -104,8 +105,8 @@ def _codes(function: Any) -> list[Any]:
 
 class MXNet(Driver):
     """The driver. ctx: the most devices. called: what the steps have called. examples: how many the network computed on
-    each device in a step on several. placed: what is wrong with the places of the replicas. kept: what the file keeps
-    after the steps in each precision, on several devices and on one."""
+    each device in a step on several. placed: what is wrong with the places of the replicas. done: what has run of the
+    file's functions."""
 
     divides = "split_and_load"
     advice = {
@@ -124,7 +125,7 @@ class MXNet(Driver):
         own_trainer: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
-        self.own_trainer, self.notes, self.kept = own_trainer, list[str](), dict[tuple[bool, bool], Values]()
+        self.own_trainer, self.done = own_trainer, reached.Done()
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
@@ -192,7 +193,9 @@ class MXNet(Driver):
                 stack.enter_context(_in_double() if double else nullcontext())
                 data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
                 self._prepare(model, data[0], lr, session.facts)
-                stats, net, grads = [*model.running_stats], getattr(model, "net", None), list[Arrays]()
+                net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+                stats = [*model.running_stats]
+                grads = list[dict[str, list[np.ndarray]]]()
                 session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
                 session.start = _arrays(model)
                 if k > 1 and not double:
@@ -205,14 +208,15 @@ class MXNet(Driver):
                     before, examples = _arrays(model), Counter[Context]()
                     if shards and k == 1:
                         model.net = _ByShard(net, shards[i])
-                    with _watched(model.lesson, net, self.called, examples):
+                    with _watched(model.lesson, net, self.called, examples), reached.traced(self.done):
                         losses = self._step(model, X, y, lr)
                     session.add(before, _arrays(model), [shard.asnumpy().reshape(-1) for shard in losses])
-                    session.steps[-1].grads = [*grads]
+                    session.steps[-1].grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
+                    session.steps[-1].rest = kept(model.lesson, model.ctx, net=net, trainer=trainer)
+                    session.facts["others"] = [*session.steps[-1].rest[0]]
+                    grads.clear()
                     if k > 1:
                         self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-                if seed == 0 and len(batches) > 1:
-                    self.kept[double, k > 1] = kept(model.lesson, net=net, trainer=getattr(model, "trainer", None))
         except Exception as error:
             if isinstance(error, UsageError) and k == 1:
                 raise
@@ -240,6 +244,9 @@ class MXNet(Driver):
         average_running_stats(model, losses, X.shape[0], Group())
         return losses
 
+    def missed(self) -> list[str]:
+        return reached.missed(self.done)
+
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         self.notes.clear()
         lesson = self.load()
@@ -249,7 +256,6 @@ class MXNet(Driver):
             yield "losses", self._losses(k, max(4 * k, judge.EXAMPLES))
             yield "update", self._changed_alone()
             yield "accuracy", self._accuracy(k)
-            self._note_kept(k)
 
     def _misplaced(self, model: Any) -> str:
         """Whether each replica is on its own device."""
@@ -304,15 +310,6 @@ class MXNet(Driver):
                 )
         return ""
 
-    def _note_kept(self, k: int) -> None:
-        """What the file keeps, and is not the same on several devices as on one."""
-        in_double, in_single = (
-            [self.kept.get((double, side), {}) for side in (True, False)] for double in (True, False)
-        )
-        several, one = in_double if all(in_double) else in_single
-        if names := differences(several, one, [str(c) for c in self.ctx[:k]]):
-            self.notes.append(f"warning: {judge.some(names)}: {DIFFERS}")
-
     def _changed_alone(self) -> str:
         """Whether `allreduce` leaves the array of a single device as it is, also if it is called again. If not, a step
         on one device is wrong, too."""
@@ -360,15 +357,18 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
 
 
-def _note_gradients(model: GluonModel, grads: list[Arrays]) -> None:
-    """Note the gradients of which the Trainer makes an update, if the devices compute it."""
+def _note_gradients(model: GluonModel, grads: list[dict[str, list[np.ndarray]]]) -> None:
+    """Note the gradients on each device of which the Trainer makes updates, if the devices compute them."""
     update = model.trainer._update
 
     def noted(*args: Any, **options: Any) -> None:
         if not model.trainer._update_on_kvstore:
             nd.waitall()
             trained = {name: p for name, p in model.parameters.items() if p.grad_req != "null"}
-            grads[:] = [{n: p.grad(c).asnumpy().astype(np.float64) for n, p in trained.items()} for c in model.ctx]
+            grads.extend({name: [] for name in trained} for _ in model.ctx[len(grads) :])
+            for c, of_device in zip(model.ctx, grads):
+                for name, p in trained.items():
+                    of_device[name].append(p.grad(c).asnumpy().astype(np.float64))
         update(*args, **options)
 
     model.trainer._update = noted

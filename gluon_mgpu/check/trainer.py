@@ -36,8 +36,9 @@ def own_trainer(model: GluonModel, lr: float, batch: tuple[nd.NDArray, nd.NDArra
     function = next((getattr(lesson, name) for name in NAMES if callable(getattr(lesson, name, None))), None)
     if function is None:
         raise Error(f"the file has no function {' or '.join(NAMES)}")
-    of_step, known = inspect.signature(lesson.train_batch), {"num_gpus": k, "batch_size": len(batch[0]), "lr": lr}
-    known |= {"ctx": model.ctx, "learning_rate": lr, "epochs": 1, "num_epochs": 1, "seed": 0}
+    of_step = inspect.signature(lesson.train_batch)
+    known: dict[str, Any] = {"num_gpus": k, "batch_size": len(batch[0]), "lr": lr, "ctx": model.ctx}
+    known |= {"learning_rate": lr, "epochs": 1, "num_epochs": 1, "seed": 0}
 
     def first_step(*args: Any, **options: Any) -> NoReturn:
         raise _FirstStep([*of_step.bind(*args, **options).arguments.values()][4])

@@ -15,26 +15,20 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from gluon_mgpu.compat.processor import channel_block
+
 BLOCK = 8  # oneDNN's fast code takes numbers of channels that are multiples of this
-
-
-def has_avx512() -> bool:
-    """Whether oneDNN uses AVX-512. This depends on the processor and on DNNL_MAX_CPU_ISA."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:.*\bavx512bw\b", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return flags is not None and os.environ.get("DNNL_MAX_CPU_ISA", "").upper() not in ("SSE41", "AVX", "AVX2")
 
 
 def install(mx: ModuleType) -> None:
     """Let MXNet 1.9.1 pool as this module says, if oneDNN would use its reference code."""
     onednn = mx.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
-    if platform.machine() != "x86_64" or not onednn or has_avx512() or mx.context.num_gpus():
+    if platform.machine() != "x86_64" or not onednn or channel_block() == 16 or mx.context.num_gpus():
         return
     mx.nd.Pooling = mx.nd.op.Pooling = _of_arrays(mx.nd.Pooling)
     for module in (mx.npx, mx.nd.numpy_extension):

@@ -260,9 +260,8 @@ def openmp_threads() -> int:
 def own_threads() -> int:
     """The number of OpenMP threads that MXNet 1.9.1 uses if OMP_NUM_THREADS is not set (src/engine/openmp.cc)."""
     most = os.environ.get("MXNET_OMP_MAX_THREADS", "")
-    if most.isdecimal():
-        return max(1, int(most))
-    return max(1, cores() // 2 if platform.machine() in ("x86_64", "AMD64") else cores())
+    half = cores() // 2 if platform.machine() in ("x86_64", "AMD64") else 0
+    return (int(most) if most.isdecimal() else half) or cores()
 
 
 def _one_thread_computes() -> bool:

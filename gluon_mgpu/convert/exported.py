@@ -33,6 +33,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
+LARGER_BATCHES = (*range(2, 33), 64, 100, 128, 256)  # batch sizes for which a graph may be written
 FLOATS = ("float16", "float32", "float64")
 # Operators that are replaced by others, which compute their outputs from the first input: training layers, whose second
 # input is the labels, and one for sparse arrays
@@ -220,6 +221,33 @@ class Exported:
         same = self.relative_error(again) < 1e-5  # the expected outputs are those of this graph
         return same and judge.relative_error(found) <= judge.relative_error(again)
 
+    def before(self, i: int) -> list[str]:
+        """The names, as in --output, of the outputs that a node takes, without the network's inputs and parameters."""
+        entries = [entry for entry in self.graph["nodes"][i]["inputs"] if self.graph["nodes"][entry[0]]["op"] != "null"]
+        return [self._until(entry).list_outputs()[0].removesuffix("_output") for entry in entries]
+
+    def _until(self, entry: list[int]) -> mx.sym.Symbol:
+        return as_symbol({**self.graph, "heads": [entry]})
+
+    def ties(self) -> list[str]:
+        """Describes the layers that order equal numbers, which MXNet and PyTorch do differently."""
+        found = []
+        for i, node in enumerate(self.graph["nodes"]):
+            attrs = node.get("attrs", {})
+            if node["op"] not in ("topk", "argsort") or attrs.get("ret_typ") == "value":
+                continue
+            axis = parse("int", attrs.get("axis", "-1"))
+            for X, _ in self.samples:
+                [values] = self.evaluate(self._until(node["inputs"][0]), X)
+                if (np.diff(np.sort(values, axis), axis=-1 if axis is None else axis) == 0).any():
+                    names = " ".join(f"--output {name}" for name in self.before(i))
+                    found.append(
+                        f"{node['op']!r} layer {node['name']!r} orders equal numbers"
+                        + f"; {names} converts the part before it" * bool(names)
+                    )
+                    break
+        return found
+
     def worst_input(self, found: list[list[np.ndarray]]) -> str:
         """Describes the sample whose outputs differ most."""
         errors = [replace(self, samples=[one]).relative_error([Ys]) for one, Ys in zip(self.samples, found)]
@@ -313,6 +341,12 @@ def from_files(
                 return network
             except (mx.MXNetError, ValueError) as error:
                 errors.append(error)
+    for n in LARGER_BATCHES:
+        for network.batch_axes in candidates:
+            with contextlib.suppress(mx.MXNetError, ValueError):
+                _draw(network, given, (n,))
+                advice = f"accepts only a batch of {n}; networks for one batch size above 1 cannot be converted"
+                raise UsageError(None, symbol_file, advice)
     advice = f"{symbol_file} does not accept a batch of inputs of this shape ({last_line(errors[0])})"
     if isinstance(errors[0], mx.MXNetError):
         advice += "; if the batch is not the first axis, write n for it, such as 35,n,200"
@@ -418,11 +452,17 @@ def _checked(graph: Graph) -> tuple[Graph, list[list[str]]]:
     return {"nodes": nodes, "heads": entries(graph["heads"]), "attrs": dict(graph.get("attrs", {}))}, names
 
 
+def _is_quantized(op: str) -> bool:
+    return "quantize" in op or op.startswith("_sg_mkldnn")
+
+
 def _output_names(node: dict[str, Any]) -> list[str]:
     """The names of a node's outputs, or one name if MXNet does not know the operator."""
     name = node["name"]
     if node["op"] == "null":
         return [name]
+    if _is_quantized(node["op"]):  # with the smallest and the largest number
+        return [f"{name}_output", f"{name}_min", f"{name}_max"]
     sources = [{"op": "null", "name": f"input {i}", "inputs": []} for i in range(len(node["inputs"]))]
     alone = {**node, "inputs": [[i, 0, 0] for i in range(len(sources))]}
     try:
@@ -456,9 +496,12 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
             needed.update(j for j, *_ in nodes[i]["inputs"])
     moved = {i: k for k, i in enumerate(sorted(needed))}
     for i in moved:
+        layer = "{op!r} layer {name!r}".format(**nodes[i])
         if nodes[i]["op"] != "null" and not is_known(nodes[i]["op"]):
             advice = f"is not in MXNet {mx.__version__}; --output NAME converts the part before it"
-            raise UsageError(None, "{op!r} layer {name!r}".format(**nodes[i]), advice)
+            raise UsageError(None, layer, advice)
+        if _is_quantized(nodes[i]["op"]):
+            raise UsageError(None, layer, "is quantized; convert the network from which it was quantized")
     kept = [{**nodes[i], "inputs": [[moved[j], *rest] for j, *rest in nodes[i]["inputs"]]} for i in moved]
     return {
         **graph,
@@ -499,7 +542,7 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
         positions = INDICES.get(simple(node["op"]), {})
-        if attrs.get("use_sequence_length") in TRUE and node["op"] == "RNN":
+        if has_lengths(node):
             positions = {len(inputs) - 1: "all"}
         for position, sizes in positions.items():
             if position >= len(inputs):  # no lengths
@@ -519,6 +562,11 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
             least, other, _ = found.get(name, (0, high, ""))
             found[name] = max(low, least), min(high, other), dtype
     return found
+
+
+def has_lengths(node: dict[str, Any]) -> bool:
+    """Whether a node is a recurrent layer with the lengths of its sequences, which MXNet ignores on CPUs."""
+    return node["op"] == "RNN" and node.get("attrs", {}).get("use_sequence_length") in TRUE
 
 
 def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:
@@ -556,4 +604,6 @@ def _is_zero(text: str) -> bool:
 
 
 def last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip()
+    """The last line of a message, without where it comes from in MXNet's source."""
+    line = str(error).strip().splitlines()[-1].strip()
+    return re.sub(r"\[[\d:]+\] \S+: (?=Check)|(?<=operator )\d+_", "", line)  # `shapes` numbers the operators

@@ -5,6 +5,11 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def scale_gradient(x, scale):
+    """x, with its gradient multiplied by scale."""
+    return x.detach() + scale * (x - x.detach())
+
+
 def softmax_of_lengths(x, lengths, dim):
     """Softmax of the first elements along an axis; the others become 0."""
     positions = torch.arange(x.shape[dim], device=x.device)
@@ -94,6 +99,7 @@ def box_iou(a, b, corners):
     return torch.where(union > 0, common / union, 0).detach()
 
 
+@torch.no_grad()  # as in MXNet
 def box_decode(x, anchors, scales, largest, corners):
     """Boxes (x1, y1, x2, y2) from their differences to anchors, which are corners, or a center and a size."""
     center, size = anchors.split(2, -1)

@@ -25,7 +25,7 @@ LOWEST = float(np.finfo(np.float32).min)
 HARMLESS = """cast_narrow copy ctx cudnn_off cudnn_tune grad_scale height indices indices_or_sections input_dim
     is_int k keep_highest key lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range
     ndev newshape no_bias normalization num_args num_filter num_hidden num_outputs optimize order
-    output_dim reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
+    output_dim p_value reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
     sparse_grad state_outputs stype target_shape upper_bound use_length use_sequence_length valid_thresh
     width workspace""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
@@ -61,7 +61,6 @@ class Node:
     arrays: list[np.ndarray]  # values of the layer's parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
-    frozen: bool = False  # whether the layer's weight is constant
     evaluated: bool = False  # whether the layer is always in evaluation mode
     nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
@@ -122,7 +121,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str | None) -> Any:
+    def word(self, key: str, *words: str | int | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -224,38 +223,54 @@ def batch_norm(node: Node, x: str) -> str:
     options = {"eps": _unless(1e-5, eps), "momentum": _unless(0.1, momentum)}
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), **options)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
+    node.read.add("fix_gamma")  # gamma is 1, and does not train
+    node.evaluated = node["use_global_stats"]
     code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
     code += "" if axis == 1 else f".movedim(1, {axis})"
     return f"{code}.relu()" if node.kind == "batchnormwithrelu" else code
 
 
-def layer_norm(node: Node, x: str) -> str:
+def layer_norm(node: Node, x: str, *weights: str) -> str:
     axis, last = node["axis"] % node.rank, node.rank - 1
-    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"])), "weight", "bias")
-    return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
+    moved = x if axis == last else f"{x}.movedim({axis}, {last})"
+    if weights:
+        code = call("F.layer_norm", moved, f"({node.size(x, axis)},)", *weights, eps=_unless(1e-5, node["eps"]))
+    else:
+        layer = call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"]))
+        code = call(node.create(layer, "weight", "bias"), moved)
+    return code if axis == last else f"{code}.movedim({last}, {axis})"
 
 
-def instance_norm(node: Node, x: str) -> str:
+def instance_norm(node: Node, x: str, *weights: str) -> str:
+    if weights:
+        return call("F.instance_norm", x, weight=weights[0], bias=weights[1], eps=node["eps"])
     layer = call(f"nn.InstanceNorm{node.rank - 2}d", len(node.arrays[0]), eps=node["eps"], affine=True)
     return call(node.create(layer, "weight", "bias"), x)
 
 
-def group_norm(node: Node, x: str) -> str:
+def group_norm(node: Node, x: str, *weights: str) -> str:
     groups = node["num_groups"]
-    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
-    return f"{layer}({x}.unflatten(1, ({groups}, -1))).flatten(1, 2)"
+    rows = f"{x}.unflatten(1, ({groups}, -1))"
+    if weights:
+        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.flatten(1, 2)"
+    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
+    return f"{layer}({rows}).flatten(1, 2)"
 
 
-def embedding(node: Node, x: str) -> str:
-    layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
+def embedding(node: Node, x: str, *weights: str) -> str:
     node.read.add("dtype")
-    return call(layer, f"{x}.long().clamp(0, {len(node.arrays[0]) - 1})")
+    count = node.inputs[1][0][0] if weights else len(node.arrays[0])
+    indices = f"{x}.long().clamp(0, {count - 1})"
+    if weights:
+        return call("F.embedding", indices, *weights)
+    return call(node.create(call("nn.Embedding", *node.arrays[0].shape), "weight"), indices)
 
 
-def leaky_relu(node: Node, x: str) -> str:
+def leaky_relu(node: Node, x: str, *slopes: str) -> str:
     kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    if kind == "prelu" and slopes:
+        return call("F.prelu", x, *slopes)
     if kind == "prelu":
         return call(node.create(call("nn.PReLU", node.arrays[0].size), "weight"), x)
     if kind == "rrelu":
@@ -291,12 +306,9 @@ def rnn(node: Node, x: str, *states: str) -> str:
     parts = np.split(node.arrays[0], ends[:-1])
     node.arrays = [part.reshape(shape) for part, shape in zip(parts, shapes.values())]
     node.nested = True
-    name, lengths = node.create(layer, *shapes), list[str]()
-    if node["use_sequence_length"]:
-        *states, last = states
-        lengths.append(last)
-    given = [f"({', '.join(states)})"] if len(states) > 1 else states
-    return call("rnn_of_lengths", name, x, *lengths, *given) if lengths else call(name, x, *given)
+    name, count = node.create(layer, *shapes), len(states) - node["use_sequence_length"]
+    given = [f"({', '.join(states[:count])})"] if count > 1 else states[:count]
+    return call("rnn_of_lengths", name, x, states[-1], *given) if node["use_sequence_length"] else call(name, x, *given)
 
 
 # Other operators
@@ -315,10 +327,10 @@ def pooling(node: Node, x: str) -> str:
         node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
-        axes = _short(tuple(range(2, node.rank)))
+        pixels = _short(tuple(range(2, node.rank)))
         if kind == "lp":
-            return call("torch.linalg.vector_norm", x, 2, axes, keepdim=True)
-        return call(f"{x}.sum", axes, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+            return call("torch.linalg.vector_norm", x, 2, pixels, keepdim=True)
+        return call(f"{x}.sum", pixels, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
@@ -407,7 +419,10 @@ def crop(node: Node, x: str, *like: str) -> str:
 
 def pad(node: Node, x: str) -> str:
     mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
-    widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
+    text = node.attrs["pad_width"]  # of mx.np: ((0, 0), (1, 2))
+    widths = parse("tuple", re.sub(r"[()]", "", text)) if node.op == "_npi_pad" else node["pad_width"]
+    node.read.add("pad_width")
+    # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
     if not any(widths):
         return x
@@ -537,9 +552,18 @@ def reduction(function: str) -> Callable[..., str]:
             correction=_unless(1, node["ddof"]) if "ddof" in node else None,
         )
         to_scalar = len(axes) == node.rank and not keep
+        if node.op in ("_npi_std", "_npi_var"):
+            return f"{code}.detach()"  # MXNet's have no gradient
         return f"{code}.reshape(1)" if to_scalar and node.outputs[0][0] == (1,) else code
 
     return rule
+
+
+def np_norm(node: Node, x: str) -> str:
+    axis, keep = (parse(kind, node.attrs[key]) for kind, key in (("Shape", "axis"), ("boolean", "keepdims")))
+    if node.attrs["flag"] not in ("1", "-2"):  # the Euclidean norm of axes or of all numbers
+        raise Unsupported(f"ord={node.attrs['ord']!r} is not supported")
+    return call("torch.linalg.vector_norm", x, dim=axis, keepdim=_unless(False, keep))
 
 
 def arg_reduction(node: Node, x: str) -> str:
@@ -731,6 +755,11 @@ def einsum(node: Node, *inputs: str) -> str:
     return call("torch.einsum", repr(subscripts), *inputs)
 
 
+def syrk(node: Node, a: str) -> str:
+    flipped = f"{a}.transpose(-2, -1)"
+    return f"{node['alpha']!r} * ({f'{flipped} @ {a}' if node['transpose'] else f'{a} @ {flipped}'})"
+
+
 def solve_triangular(node: Node, a: str, b: str) -> str:
     flipped, alpha = node["transpose"], node["alpha"]
     source = b if alpha == 1 else f"{alpha!r} * {b}"
@@ -748,7 +777,8 @@ def deformable(node: Node, x: str, offset: str, *others: str) -> str:
 
 
 LAYERS = (convolution, fully_connected, batch_norm, layer_norm, instance_norm, group_norm, embedding, leaky_relu, rnn)
-FUNCTIONAL = (convolution, fully_connected)  # they accept weights that are computed from the network's input
+# They accept weights that are computed or constant
+FUNCTIONAL = (convolution, fully_connected, layer_norm, instance_norm, group_norm, embedding, leaky_relu)
 UNARY = {
     **{
         name: f"torch.{name}"
@@ -800,7 +830,7 @@ RULES: dict[str, Rule] = {
     "mod_scalar": "{0} % {scalar}",
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss", "gradientmultiplier", "IdentityAttachKLSparseReg"), "{0}"),
+    **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
     **dict.fromkeys(("copyto", "CrossDeviceCopy", "cast_storage", "identity_with_attr_like_rhs"), "{0}"),
     **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
     **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
@@ -809,32 +839,28 @@ RULES: dict[str, Rule] = {
         "image_normalize": image_normalize,
         "image_resize": image_resize,
     },
-    **{"image_flip_left_right": "{0}.flip(-2)", "image_flip_top_bottom": "{0}.flip(-3)"},
     "image_crop": lambda node, x: (
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
     **{"box_iou": lambda node, a, b: call("box_iou", a, b, node["format"] == "corner")},
     **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
-    **dict.fromkeys(
-        ("hstack", "vstack", "dstack", "column_stack"),
-        lambda node, *inputs: f"torch.{node.op.removeprefix('_npi_')}([{', '.join(inputs)}])",
-    ),
+    "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
+    **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
     **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
     **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
-    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)", "rot90": "torch.rot90({0}, {k}, {axes})"},
+    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)"},
     **{
         "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
         "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
     },
     **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "nan_to_num": "{0}.nan_to_num({nan}, {posinf}, {neginf})"},
     **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
-    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})", "copysign": "torch.copysign({0}, {1})"},
+    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})"},
     **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
     **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
-    "linalg_syrk": lambda node, a: (
-        f"{node['alpha']!r} * ({f'{a}.transpose(-2, -1) @ {a}' if node['transpose'] else f'{a} @ {a}.transpose(-2, -1)'})"
-    ),
+    "linalg_syrk": syrk,
+    **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
@@ -903,11 +929,11 @@ SIMPLE_RULES = {simple(name): rule for name, rule in RULES.items() if not name.s
 REASONS = {
     "Custom": "the graph does not contain its code",
     **dict.fromkeys(("_foreach", "_while_loop", "_cond"), "loops and branches are not supported"),
-    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
+    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels"),
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
     **dict.fromkeys(
         ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
-        "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
+        "which boxes it keeps depends on rounding, so it cannot be checked",
     ),
     **dict.fromkeys(("_contrib_PSROIPooling", "_contrib_DeformablePSROIPooling"), "MXNet computes it only on GPUs"),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
@@ -921,8 +947,6 @@ def find_rule(op: str) -> Rule | None:
 
 def reason(op: str) -> str:
     """Why an operator cannot be converted."""
-    if "quantize" in op:
-        return "quantized operators are not supported"
-    if "random" in op or "sample" in op:
+    if re.search("random|sample|shuffle|_npi_(normal|uniform|bernoulli|gamma|gumbel|choice|multinomial)", op):
         return "its random numbers differ between frameworks"
     return REASONS.get(op, "it is not supported")

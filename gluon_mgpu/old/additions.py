@@ -50,7 +50,8 @@ def _read(path: Path, found: tuple[list[str], list[str]], is_constraint: bool, i
         encoding = next((name for bom, name in BOMS.items() if content.startswith(bom)), "utf-8")
         text = content.decode(encoding)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("requirements", path, f"cannot be read ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UsageError("requirements", path, f"cannot be read ({reason})") from None
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         other = FILE.match(line)

@@ -32,7 +32,9 @@ def explain(
     while cause.__context__:  # MXNet hides which module it could not import
         cause = cause.__context__
     code = python2.code_of(cause) if isinstance(cause, SyntaxError) else ""
-    advice = advice_on(str(cause), code, here=here, start=start)
+    frames = extract_tb(cause.__traceback__)
+    message = str(cause) or (frames[-1].line if frames else "") or ""  # of an assert statement, its code
+    advice = advice_on(message, code, here=here, start=start)
     if isinstance(cause, ImportError) and python2.is_beside_importer(cause):
         advice = python2.CONVERT
     advice = advice.replace("FILE.py", shlex.quote(_users_file(cause) or "FILE.py"))
@@ -76,11 +78,12 @@ def advice_on(message: str, code: str = "", *, here: bool = False, start: Sequen
             return "if the program is for MXNet 1.9.1 and packages of its time, omit --here"
         return "if the program is for newer packages, use those of the current environment, with --here"
     missing = re.search(r"No module named '([A-Za-z]\w*)", message)
+    needed = next((package for pattern, package in packages.NEEDED if re.match(pattern, message)), None)
     if missing and missing[1] == "tkinter":
         return "this Python has no Tk (Debian, Ubuntu: python3-tk)"
     if missing:
-        requirement = packages.REQUIREMENTS.get(missing[1], missing[1])
-        return f"if {missing[1]} is a package, add it to the environment: `{f' --with {requirement} '.join(start)}`"
-    if message.startswith("IProgress not found"):
-        return f"add ipywidgets to the environment: `{' --with ipywidgets '.join(start)}`"
-    return ""
+        needed = packages.REQUIREMENTS.get(missing[1], missing[1])
+    if needed is None:
+        return ""
+    what = f"if {missing[1]} is a package, add it" if missing else f"add {needed}"
+    return f"{what} to the environment: `{f' --with {needed} '.join(start)}`"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -69,7 +70,10 @@ def _reason(path: str, cell: Any, error: Any) -> str:
     reason = f"{error.ename}: {error.evalue}"
     code = python2.cell_without_commands(cell.source) if error.ename in ("SyntaxError", "IndentationError") else ""
     settings = prepare.given()
-    advice = explain.advice_on(error.evalue, code, here=settings.here, start=settings.start)
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))  # it also has the errors that led to this one
+    messages = [error.evalue, *re.findall(r"(?:^\w*Error: |-> \d+ +(?=assert ))(.+)", text, re.MULTILINE)]
+    found = (explain.advice_on(message, code, here=settings.here, start=settings.start) for message in messages)
+    advice = next(filter(None, found), "")
     if advice == python2.CONVERT:
         python = shlex.quote(str(Path(path).with_suffix(".py")))
         script = f"`gluon-mgpu run --with nbconvert -m nbconvert --to python {shlex.quote(path)}`"

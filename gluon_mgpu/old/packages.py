@@ -39,6 +39,8 @@ REQUIREMENTS = {
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }
+# (pattern of an error that names no module, the package that it needs)
+NEEDED = (("IProgress not found", "ipywidgets"), ("assert cv2 is not None", REQUIREMENTS["cv2"]))
 # (pattern of an error, the edition of d2l that the program was written for)
 EDITIONS = (
     ("module 'd2l' has no attribute|cannot import name .* from 'd2l'", "d2l==0.11.4"),

@@ -17,6 +17,7 @@ MODULES = (  # that 2to3 renames
     "thread|Tix|tkFileDialog|tkFont|Tkinter|tkMessageBox|tkSimpleDialog|ttk|urllib2|urlparse|UserDict|UserList|"
     "UserString|xmlrpclib"
 )
+LONGEST = 100_000  # characters, which take several seconds
 LISTS = r"(dict_\w+|filter|map|range|zip)"  # what Python 2's functions returned as lists
 # Errors of what 2to3 converts. Python 3.13 and later have no 2to3, but name the first two.
 ERRORS = (
@@ -53,7 +54,10 @@ BY_HAND = (  # (pattern of an error, what to change, because 2to3 leaves it)
 
 
 def is_convertible(code: str) -> bool:
-    """Whether this code, which is not valid in Python 3, is valid after 2to3 has converted it."""
+    """Whether this code, which is not valid in Python 3, is valid after 2to3 has converted it. For more code than
+    LONGEST, this would take long, and the answer is False."""
+    if len(code) > LONGEST:
+        return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # lib2to3 is deprecated; the code may have invalid escapes

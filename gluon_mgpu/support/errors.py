@@ -21,6 +21,8 @@ LIBRARIES = "libgomp1 libstdc++6 libgcc-s1" + " libquadmath0" * (platform.machin
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
 
+LONGEST = 80  # characters of a value in a message, unless it is a text or a path
+
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
 
@@ -74,10 +76,18 @@ def setting(name: str, value: object = None) -> str:
     write only the name."""
     option = caller.options.get(name)
     if not option:
-        return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
+        return name if value is None else f"{name}={_repr(value)}"
     if value is False:
         return option.replace("--", "--no-", 1)
     return option if value is None or value is True else f"{option} {shlex.quote(shown(value))}"
+
+
+def _repr(value: object) -> str:
+    """A value as in Python, in one line. An array, a long list or an object's long description is cut."""
+    if isinstance(value, (str, os.PathLike)):
+        return repr(os.fspath(value))
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def command(words: str) -> str:

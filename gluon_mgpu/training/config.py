@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
@@ -318,7 +319,7 @@ def _convert(kind: click.ParamType, value: Any) -> Any:
     """Convert a text, as click does, or a value from Python, where click would make 1 of True and 64 of 64.5."""
     is_integer, is_number = isinstance(kind, click.IntRange), isinstance(kind, (click.IntRange, click.FloatRange))
     is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-    if (is_number and isinstance(value, bool)) or (is_integer and is_fraction):
+    if (is_number and isinstance(value, (bool, np.bool_))) or (is_integer and is_fraction):
         raise click.BadParameter(f"{value!r} is not a valid {'integer' if is_integer else 'number'}")
     return kind.convert(value, None, None)
 

@@ -60,6 +60,7 @@ def test_doctor_finds_no_problem_on_a_machine_that_runs_these_tests():
     assert all(line.startswith("gluon_mgpu: training on 2 CPU contexts") for line in done.stderr.splitlines())
     assert all(line.split()[0] in ("ok", "note") for line in lines[:-1])
     assert f"numpy {np.__version__}" in marked(done, "ok")
+    assert any("OMP_NUM_THREADS" in line for line in marked(done, "ok"))
     assert any("running on: [" in line for line in marked(done, "ok"))
 
 

@@ -70,4 +70,30 @@ def test_the_numbers_are_those_of_the_same_environment_without_run(tmp_path, sto
     run = runs.finished(sys.executable, "-m", "gluon_mgpu", "run", "--cpu", NUMBERS, "gpu", **options)
     python = runs.finished(environment.find_or_make(cpu=True), NUMBERS, "cpu", **options)
     assert (run.returncode, python.returncode) == (0, 0), run.stderr + python.stderr
-    assert run.stdout == python.stdout and run.stdout.count("== ") == 4
+    assert run.stdout == python.stdout and run.stdout.count("== ") == 7
+
+
+ONE_DEVICE = """
+    import hashlib, mxnet as mx, numpy as np
+    mx.random.seed(0); np.random.seed(0)
+    net = mx.gluon.nn.Sequential()
+    net.add(mx.gluon.nn.Dense(256, activation="relu"), mx.gluon.nn.Dense(10))
+    net.initialize()
+    trainer, loss = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}), mx.gluon.loss.L2Loss()
+    X, y = mx.nd.array(np.random.rand(256, 784)), mx.nd.array(np.random.rand(256, 10))
+    for _ in range(20):
+        with mx.autograd.record():
+            total = loss(net(X), y)
+        total.backward()
+        trainer.step(256)
+    print(hashlib.md5(net[0].weight.data().asnumpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_on_one_device_every_bit_is_that_of_the_environment_without_run_which_sets_no_threads(tmp_path, stock):
+    (tmp_path / "old.py").write_text(textwrap.dedent(ONE_DEVICE))
+    options = {"cwd": tmp_path, "timeout": 900, "env": stock}
+    run = runs.finished(sys.executable, "-m", "gluon_mgpu", "run", "--cpu", "old.py", **options)
+    python = runs.finished(environment.find_or_make(cpu=True), "old.py", **options)
+    assert run.stdout == python.stdout != "", run.stderr + python.stderr

@@ -108,6 +108,7 @@ NEEDS = [  # (program, with --here, what the last line of its error says)
     ("cmp(1, 2)", False, "key="),
     ("import pickle\npickle.loads(b\"S'\\\\xff'\\n.\")", False, "latin1"),
     ("import tkinter.no_such\nraise ImportError(\"No module named 'tkinter'\")", False, "python3-tk"),
+    ("cv2 = None\nassert cv2 is not None", False, "--with opencv-python-headless "),
     ("raise ImportError('IProgress not found. Please update jupyter and ipywidgets.')", False, "--with ipywidgets "),
     ("raise SyntaxError('multiple exception types must be parenthesized')", False, "Python 2"),  # until 3.13
     *((f"import os\n\nif os:\n    {text}\n", False, "Python 2") for text in PYTHON_2),

@@ -260,7 +260,7 @@ def test_an_own_training_loop_is_said_not_to_be_called(changed, tmp_path, capsys
 
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
     with pytest.raises(Error, match="epoch 1"):
-        train(lr=1e37, limit=1000, epochs=3, out=tmp_path)
+        train(lr=1e19, limit=1000, epochs=3, out=tmp_path)
     assert not list(tmp_path.iterdir())
     train(out=tmp_path)
 
