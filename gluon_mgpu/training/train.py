@@ -40,6 +40,7 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     if isinstance(lesson, ModuleType):
         given["impl"] = lessons.name_of(lesson)
     if isinstance(data, Dataset):
+        data = data.checked()
         given["dataset"] = data.name
         if given.get("data_dir") is not None:
             raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
