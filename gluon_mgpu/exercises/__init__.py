@@ -1,9 +1,7 @@
-"""Exercises that are graded automatically. `solutions` has the tasks and our answers; `steps`, `sums` and `processes`
-contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
-
-An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. The cases
-call the answer's function that has the same name as the solution's last function. They recognize known mistakes by what
-the function computes, not by reading the code.
+"""Exercises that are graded automatically. `solutions` has the tasks and our answers, `known.txt` the known mistakes as
+edits of them, and `mistakes.ini` their explanations; `steps`, `sums` and `processes` have the hidden cases: a function per
+exercise, named after it. `diagnosis` compares an answer with our solution on each case, and with the known mistakes. An
+answer begins with the exercise's docstring; the cases call its function of the same name as the solution's last function.
 """
 
 from __future__ import annotations
@@ -53,6 +51,30 @@ class Mistake(Exception):
 def solution(name: str) -> str:
     """The code of our solution."""
     return (Path(__file__).parent / "solutions" / f"{name}.py").read_text()
+
+
+def known(name: str) -> list[tuple[str, str]]:
+    """The known mistakes: pairs of a name in mistakes.ini and an answer's code. Each is an edit of our solution and, if
+    it fits, of each correct answer in known.txt."""
+    text = (Path(__file__).parent / "known.txt").read_text()
+    found = re.findall(rf"^## {name}: (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    bases = [solution(name), *[edited(solution(name), code) for mistake, code in found if mistake == "correct"]]
+    answers = [(mistake, edited(base, code)) for base in bases for mistake, code in found if mistake != "correct"]
+    return [(mistake, code) for mistake, code in answers if code]
+
+
+def edited(code: str, change: str) -> str:
+    """Apply a change to an answer: pairs of lines "< OLD" and "> NEW", or code that replaces its function. Returns ""
+    if a line to replace does not occur."""
+    edits = re.findall(r"((?:^< .*\n)+)((?:^>.*\n)+)", change, re.MULTILINE)
+    if not edits:
+        return f"{code}\n{change}"
+    for old, new in edits:
+        old, new = (re.sub(r"^[<>] ?", "", lines, flags=re.MULTILINE)[:-1] for lines in (old, new))
+        if old not in code:
+            return ""
+        code = code.replace(old, new, 1)
+    return code
 
 
 def title(name: str) -> str:
