@@ -1,7 +1,7 @@
-"""Exercises that are graded automatically. `solutions` has the tasks and our answers, `known.txt` the known mistakes as
-edits of them, and `mistakes.ini` their explanations; `steps`, `sums` and `processes` have the hidden cases: a function per
-exercise, named after it. `diagnosis` compares an answer with our solution on each case, and with the known mistakes. An
-answer begins with the exercise's docstring; the cases call its function of the same name as the solution's last function.
+"""Exercises that are graded automatically. `solutions` has the tasks and our answers, known.txt the known mistakes as
+edits of them, and mistakes.ini their explanations. `steps`, `sums` and `processes` have the hidden cases: one function
+per exercise, named after it. `diagnosis` compares an answer with our solution and the known mistakes on each case. An
+answer begins with the exercise's docstring; the cases call its function that is named as the solution's last function.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -165,32 +165,65 @@ def _how_to_begin() -> str:
     return f'an answer begins with """Exercise NAME:, as written by `{command("exercise start")}`'
 
 
-def find(paths: Sequence[str]) -> list[Answer]:
-    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. If some subfolders
-    contain answers, each of the others has one with a problem, so that no student is missing. Raises UsageError if a
-    path does not exist, or if a folder contains no such file."""
+class Found(NamedTuple):
+    """The answers in files and folders. skipped: what was not graded, with the reason."""
+
+    answers: list[Answer]
+    skipped: list[str]
+
+
+def find(paths: Sequence[str]) -> Found:
+    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. In folders, copies
+    of this package and of our solutions are skipped. If some subfolders contain answers, each of the others has one with
+    a problem, so that no student is missing. Raises UsageError if a path does not exist, or if a folder contains no such
+    file."""
+    found: dict[str, list[Answer]] = {}  # {file: its answers}
     empty: list[Answer] = []
-    students: dict[str, str] = {}  # {file: its student}
+    skipped: list[str] = []
     several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
     for path in paths:
         if not Path(path).exists():
             raise UsageError(None, path, "does not exist")
         if not Path(path).is_dir():
-            students.setdefault(path, "")
+            found.setdefault(path, answers(path))
             continue
-        folders = os.walk(path, followlinks=True)
-        inside = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(SUFFIXES))
         prefix = os.path.join(path, "") if several else ""
-        within = {file: file.relative_to(path).parts for file in inside}
-        within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
-        if not within:
+        inside = list(_files(path, skipped))
+        if not inside and not skipped:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
-        for file, parts in within.items():
-            students.setdefault(str(file), prefix + parts[0] if len(parts) > 1 else "")
-        with_files = {parts[0] for parts in within.values() if len(parts) > 1}
-        for folder in sorted(Path(path).iterdir()) if with_files else []:
-            if folder.is_dir() and folder.name[0] not in "._" and folder.name not in with_files:
-                problem = f"contains no {' or '.join(SUFFIXES)} file"
+        for file, in_copy in inside:
+            parts = file.relative_to(path).parts
+            student = prefix + parts[0] if len(parts) > 1 else ""
+            flat = re.match(r"(.+?)_(?:LATE_)?\d{2,}_", file.name)  # a learning platform's, such as ada_1234_tree.py
+            student = student or (prefix + flat[1] if flat else "")
+            of_file = [answer._replace(student=student) for answer in answers(str(file))]
+            ours = [answer for answer in of_file if answer.name and answer.code.strip() == solution(answer.name).strip()]
+            skipped += [f"{answer.label}: our solution" for answer in ours]
+            kept = [answer for answer in of_file if answer not in ours and (answer.name or not in_copy)]
+            if kept:
+                found.setdefault(str(file), kept)
+        students = {answer.student for of_file in found.values() for answer in of_file}
+        folders = [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and folder.name[0] not in "._"]
+        for folder in folders if any(student.startswith(prefix) and student for student in students) or skipped else []:
+            if prefix + folder.name not in students:
+                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer"
                 empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
-    found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
-    return found + empty
+    return Found([answer for of_file in found.values() for answer in of_file] + empty, skipped)
+
+
+def _files(path: str, skipped: list[str]) -> Iterator[tuple[Path, bool]]:
+    """The Python files and notebooks in a folder, each with whether it is in a checkout of this project. Leaves out hidden
+    folders, virtual environments and copies of the package."""
+    checkouts: list[str] = []
+    for folder, folders, names in os.walk(path):
+        if "pyvenv.cfg" in names or Path(folder, "exercises", "mistakes.ini").exists():
+            skipped.append(f"{folder}: {'a virtual environment' if 'pyvenv.cfg' in names else 'a copy of gluon_mgpu'}")
+            folders.clear()
+            continue
+        if Path(folder, "gluon_mgpu", "exercises").is_dir():
+            checkouts.append(os.path.join(folder, ""))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.endswith(SUFFIXES) and not name.startswith("."):
+                file = Path(folder, name)
+                yield file, any(f"{folder}{os.sep}".startswith(checkout) for checkout in checkouts)
