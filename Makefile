@@ -2,7 +2,8 @@
 # PYTHON=python3.12 selects the interpreter, NUMPY=2.1 the NumPy version. A .venv with a different version of either is
 # replaced.
 VENV := .venv
-MXNET := mxnet==1.9.1
+export MXNET := mxnet==1.9.1
+export NUMPY PYTHON
 BIN := $(VENV)/bin
 # MXNet's metadata pins an old NumPy. It works with newer ones (docs/install.md), so pip does not report the conflict.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
@@ -13,12 +14,9 @@ DEV_INSTALLED := $(VENV)/.dev-installed$(NUMPY:%=-numpy-%)
     install dev torch clean help
 .DELETE_ON_ERROR:
 
-ifdef PYTHON
-version = $(shell $(1) -c 'import sys; print(sys.version)' 2>/dev/null)
-ifneq ($(call version,"$$(PYTHON=$(PYTHON) scripts/find-python.sh 2>/dev/null)"),$(call version,$(BIN)/python))
+SET_UP := scripts/set-up.sh $(VENV)
+ifeq ($(shell PYTHON='$(PYTHON)' $(SET_UP) other),yes)
 .PHONY: $(INSTALLED)
-OTHER_PYTHON := yes
-endif
 endif
 
 train: install  ## train LeNet from scratch on Fashion-MNIST, on 2 devices: the main job
@@ -80,29 +78,13 @@ audit: install  ## run bandit, and check all installed packages for known vulner
 
 install: $(INSTALLED)  ## set up .venv with what training needs, and do nothing else
 
-RESTORE := [ ! -d $(VENV).old ] || { rm -rf $(VENV); mv $(VENV).old $(VENV); }
-# $(call install,COMMANDS,IMPORT,SPACE): run pip's commands. If they fail, the old $(VENV) stays, and is used if it works.
-install = if said=$$({ $(1); } 2>&1); then \
-        rm -rf $(VENV).old $(filter-out $(INSTALLED) $(DEV_INSTALLED),$(wildcard $(VENV)/.*installed*)); touch $@; \
-    elif [ -e $@ ] && $(BIN)/python -c 'import $(2)' 2>/dev/null; then \
-        echo "$(VENV) still works and is used as it is, because it could not be updated: $$(echo "$$said" | grep -o -m 1 'ERROR: .*')"; \
-    else \
-        echo "$$said" >&2; $(RESTORE); \
-        echo "setting up $(VENV) failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $(3)" >&2; exit 1; \
-    fi
-
-$(INSTALLED): setup.cfg scripts/find-python.sh
-	@$(if $(OTHER_PYTHON),false,$(BIN)/python -c '') 2>/dev/null || { python=$$(scripts/find-python.sh) && \
-	    echo "setting up $(VENV) with $$($$python --version) ($$python)" && \
-	    { [ ! -e $(VENV) ] || [ -e $(VENV).old ] || mv $(VENV) $(VENV).old; } && $$python -m venv --clear $(VENV); } || { $(RESTORE); exit 1; }
-	@echo "installing MXNet (47 MB to download), NumPy, Matplotlib and other packages (43 MB)"
-	@$(call install,$(PIP) --no-deps $(MXNET) && $(PIP) --editable $(if $(NUMPY),. 'numpy==$(NUMPY).*','.[cpu]'),gluon_mgpu; import mxnet,410 MB)
+$(INSTALLED): setup.cfg scripts/find-python.sh scripts/set-up.sh
+	@$(SET_UP) train $@
 
 dev: $(DEV_INSTALLED)  ## set up .venv with what training, tests and lint need
 
 $(DEV_INSTALLED): $(INSTALLED)
-	@echo "installing pytest, mypy and other tools (57 MB to download)"
-	@$(call install,$(PIP) --editable '.[dev]',pytest,240 MB)
+	@$(SET_UP) dev $@
 
 # The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. uv
 # knows where the CPU build is.

@@ -97,7 +97,7 @@ class Interactive(SphinxDirective):
     def run(self):
         path = Path(self.env.srcdir, self.arguments[0])
         self.env.note_dependency(str(path))
-        _, content = path.read_text().split("</title>\n")
+        _, content = path.read_text().split("<!-- The website includes what follows. -->\n")
         if first := self.options.get("first"):
             content = f"<script>window.stepThroughFirst = {first}</script>{content}"
         return [nodes.raw("", content, format="html")]

@@ -1,8 +1,8 @@
 """Lesson 5: asynchronous calls, parallel work on all devices, and copies, shown with matrix products.
 
 A call queues an operator in MXNet's engine and returns. Each device has a worker that runs its operators, so a Python
-loop over devices keeps all of them busy at once. Each `run_` function prints the same lines as one cell of the source,
-the notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
+loop over devices keeps all of them busy at once. docs/asynchrony.md times these functions as the source does, the
+notebook "Multi-GPU training" (Dive into Deep Learning, in PyTorch).
 """
 
 from __future__ import annotations
@@ -48,38 +48,6 @@ def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
     return x_devices
 
 
-def run_asynchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device asynchronously. Returns the number of seconds until the calls return."""
-    with BenchMark(str(x.context)) as until_calls_return:
-        _held = run(x, products)  # keep the results, so that freeing them is not timed
-    nd.waitall()
-    return until_calls_return.seconds
-
-
-def run_synchronously(x: NDArray, products: int = PRODUCTS) -> float:
-    """Run computations on one device synchronously. Returns the number of seconds until the products are done."""
-    with BenchMark(str(x.context)) as until_done:
-        _held = run(x, products)
-        nd.waitall()
-    return until_done.seconds
-
-
-def run_one_after_another(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on one device after another, waiting for each device. Returns the total time in seconds."""
-    with BenchMark("Total time elapsed is") as total:
-        for x in x_devices:
-            run_synchronously(x, products)
-    return total.seconds
-
-
-def run_at_once(x_devices: Sequence[NDArray], products: int = PRODUCTS) -> float:
-    """Run computations on all devices at once: queue all products, then wait once. Returns the time in seconds."""
-    with BenchMark("all devices") as all_devices:
-        _held = [run(x, products) for x in x_devices]
-        nd.waitall()
-    return all_devices.seconds
-
-
 def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
     """Copy arrays to host memory. Waits for each copy before queueing the next copy, unless non_blocking is True."""
     copies = []
@@ -88,27 +56,3 @@ def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArra
         if not non_blocking:
             copies[-1].wait_to_read()
     return copies
-
-
-def run_then_copy(x: NDArray, products: int = PRODUCTS) -> tuple[float, float]:
-    """Compute the products, then copy them to host memory. Returns two times in seconds: for the products and for
-    the copies."""
-    with BenchMark(f"Run on {x.context}") as on_device:
-        y = run(x, products)
-        nd.waitall()
-    with BenchMark("Copy to CPU") as to_cpu:
-        _held = copy_to_cpu(y)
-    return on_device.seconds, to_cpu.seconds
-
-
-def run_and_copy(x: NDArray, products: int = PRODUCTS, non_blocking: bool = True) -> float:
-    """Compute the products, and copy each one to host memory as soon as it is done, while the device computes the next
-    one. Returns the time in seconds.
-
-    With non_blocking=False, each copy must end before the next copy is queued.
-    """
-    with BenchMark("Copy to CPU") as to_cpu:
-        y = run(x, products)
-        _held = copy_to_cpu(y, non_blocking)
-        nd.waitall()
-    return to_cpu.seconds

@@ -16,17 +16,18 @@ from mxnet import nd
 from PIL import Image, ImageOps
 
 from gluon_mgpu.compat import devices
-from gluon_mgpu.data import datasets
+from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.data.batches import LARGEST_BATCH, batches
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.data.splitting import split
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
+from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.folder import RunFolder, read
 from gluon_mgpu.training.model import VELOCITY, Model
 from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.record import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
@@ -36,7 +37,7 @@ TOP = 3  # number of classes printed per image
 class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
-    run: RunFolder
+    run: Run
     config: Config  # the run's settings, without those for training only
     model: Model
     title: str  # "runs/first: lenet (scratch) after 4 epochs, on [cpu(0)]"
@@ -52,30 +53,28 @@ def load(
     checkpoint is damaged or from a different network or version.
     """
     run = read(folder)
-    assert run.recorded and run.arrays
-    if impl is None and run.recorded.impl not in LESSONS:
-        option = setting("impl", run.recorded.impl)
+    if impl is None and run.config.impl not in LESSONS:
+        option = setting("impl", run.config.impl)
         raise UsageError(None, folder, f"trained with your own lesson; pass it with {option}")
     ctx = devices.contexts(gpus, device)
-    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl or run.recorded.impl)
-    config = run.recorded.with_defaults(({*ONLY_TRAINING} | {*lessons.unsupported(lesson)}) - {"model"})
-    model = create_model(lesson, ctx, config, run.details["image_shape"], classes=1)
-    run.arrays = {name: array for name, array in run.arrays.items() if not name.startswith(VELOCITY)}
-    run.restore(model)
-    name = lessons.name_of(lesson)
-    return Trained(run, config, model, f"{folder}: {config.model} ({name}) after {run.position}, on {ctx}")
+    lesson = lessons.describe(impl if isinstance(impl, ModuleType) else lessons.load(impl or run.config.impl))
+    config = run.config.with_defaults((lesson.missing | {*ONLY_TRAINING}) - {"model"})
+    model = create_model(lesson.module, ctx, config, run.details["image_shape"], classes=1)
+    try:
+        model.load({name: array for name, array in run.arrays.items() if not name.startswith((VELOCITY, STATE))})
+    except Error as error:
+        raise Error(f"{folder}: {error}") from None
+    title = f"{folder}: {config.model} ({lesson.name}) after {run.position}, on {ctx}"
+    return Trained(run._replace(arrays={}), config, model, title)
 
 
-def held_out(run: RunFolder, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Load a run's test set: images (n, channels, height, width) and labels (n,).
 
     data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.
     """
-    config = run.recorded
-    assert config
-    data = datasets.load(config.dataset, data_dir, config.limit, config.seed)
-    if "data_checksum" in run.details and run.details["data_checksum"] != data.checksum():
-        raise UsageError("data_dir", data.source, f"not the data that the run in {run.folder} was trained on")
+    data = datasets.load(run.config.dataset, data_dir, run.config.limit, run.config.seed)
+    run.check_data(data, "data_dir", data.source)
     return data.test_images, data.test_labels
 
 
@@ -85,9 +84,16 @@ def class_names(dataset: str, count: int) -> Sequence[str]:
 
 
 def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
-    """Compute the network's scores (n, classes) for images (n, channels, height, width): uint8, or floats as in
-    training."""
+    """Compute the network's scores (n, classes) for images: uint8, or floating-point numbers as in training.
+
+    Shapes: see `datasets.own`. Raises UsageError if the images are not such as the network was trained on.
+    """
     model = trained.model
+    images = own_data.checked_images("images", images)
+    if images.shape[1:] != model.image_shape:
+        raise UsageError("images", images.shape, f"the network takes images of shape {model.image_shape}")
+    if images.dtype == np.uint8 and trained.run.details.get("image_dtype", "uint8") != "uint8":
+        raise UsageError("images", "uint8", "the network was trained on floating-point numbers; scale them so")
     results: list[np.ndarray] = []
     for X, _ in batches(images, np.zeros(len(images)), min(trained.config.batch_size, LARGEST_BATCH)):
         shards = [model.predict(X_shard) for X_shard in split(X, model.ctx)]  # computed at the same time
@@ -98,14 +104,19 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
 def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
     """Compute the accuracy and the confusion matrix on a test set, and format them for a terminal.
 
-    The matrix also has the recall of each class. Zeros are shown as dots.
+    The matrix also has the recall of each class. Zeros are shown as dots. images: see `scores`. labels: class numbers
+    (n,). Raises UsageError if the images or the labels do not fit the network, or each other.
     """
     values = scores(trained, images)
+    labels = own_data.checked_labels("labels", labels, values)
     if labels.max() >= values.shape[1]:
-        raise UsageError(None, f"label {labels.max()}", f"the network has only {values.shape[1]} classes")
-    classes = class_names(trained.config.dataset, values.shape[1])
+        raise UsageError("labels", int(labels.max()), f"the network has only {values.shape[1]} classes, counted from 0")
+    predicted = values.argmax(axis=1)
+    # A network may have more outputs than its data has classes
+    count = max(trained.run.details.get("classes", values.shape[1]), labels.max() + 1, predicted.max() + 1)
+    classes = class_names(trained.config.dataset, count)
     counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (labels, values.argmax(axis=1)), 1)
+    np.add.at(counts, (labels, predicted), 1)
     rows = [["", *classes, "recall"]]
     for i, name in enumerate(classes):
         examples = counts[i].sum()
@@ -122,6 +133,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
     Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
     damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
     """
+    if len(shape) != 3 or min(shape) < 1:
+        raise UsageError("shape", shape, "must be (channels, height, width)")
     channels, height, width = shape
     if channels not in (1, 3):
         raise Error(f"{path}: the network takes {channels} channels, but an image file has 1 or 3")
@@ -130,9 +143,13 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
                 image = ImageOps.exif_transpose(image)  # this decodes the image
+                transparent = image.info.get("transparency")
                 if image.mode.startswith("I"):  # Pillow would clip 16-bit values to 8 bits instead of scaling them
-                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                if image.has_transparency_data:
+                    pixels = np.asarray(image)
+                    if transparent is not None:
+                        pixels = np.where(pixels == transparent, 0, pixels)
+                    image = Image.fromarray((pixels >> 8).astype(np.uint8))
+                elif image.has_transparency_data:
                     image = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
                 image = image.convert("L" if channels == 1 else "RGB")
@@ -149,16 +166,21 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
 def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray]) -> str:
     """Classify images. Returns a line for each image with its TOP most probable classes and their probabilities.
 
-    paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if the run was
-    trained on images that are not uint8.
+    paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if an image
+    does not fit the network, or if the run was trained on images that are not uint8.
     """
     if trained.run.details.get("image_dtype", "uint8") != "uint8":
         advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
-        raise UsageError(None, trained.run.folder, advice)
+        raise UsageError(None, "the run", advice)
+    if len(paths) != len(images) or not paths:
+        raise UsageError("images", f"{len(images)} images", f"must be one per path, and there are {len(paths)} paths")
+    for image in images:
+        if np.shape(image) != trained.model.image_shape:
+            raise UsageError("images", np.shape(image), f"the network takes shape {trained.model.image_shape}")
     lines = []
     probabilities = nd.softmax(nd.array(scores(trained, np.stack(images)))).asnumpy()
     classes = class_names(trained.config.dataset, probabilities.shape[1])
     for path, row in zip(paths, probabilities):
         best = row.argsort()[::-1][:TOP]
-        lines.append(f"{log.printable(path)}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
+        lines.append(f"{log.printable(str(path))}: " + ", ".join(f"{classes[i]} {row[i]:.4f}" for i in best))
     return "\n".join(lines)

@@ -130,8 +130,8 @@ def gather(parts: list[NDArray], device: Context) -> NDArray:
     return whole
 
 
-def reduce_scatter(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
-    """Compute the gradient of each array in `parts` (n, some, ...), on the device of that array.
+def gather_backward(gradients: list[NDArray], parts: list[NDArray]) -> list[NDArray]:
+    """Compute the gradient of each array in `parts` (n, some, ...), on the device of that array: a reduce-scatter.
 
     gradients: one array (n, all, ...) per device that used all channels. This function sums them.
     """
@@ -158,7 +158,7 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
         losses = scratch.loss(inputs[0], y)
     losses.backward()
     for parts, wholes in reversed(exchanges):
-        for part, gradient in zip(parts, reduce_scatter([whole.grad for whole in wholes], parts)):
+        for part, gradient in zip(parts, gather_backward([whole.grad for whole in wholes], parts)):
             part.backward(gradient)
     return losses
 
@@ -174,6 +174,14 @@ def train_batch_layers(
     for params in device_params:
         scratch.sgd(params, lr, X.shape[0])
     return [losses]
+
+
+def block(X: NDArray, W1: NDArray, b1: NDArray, W2: NDArray) -> NDArray:
+    """One device's part of two dense layers with ReLU between them: its rows of W1 and b1, and its columns of W2.
+
+    Returns a part (n, outputs) of a sum over all devices. The sum plus the second layer's bias is the layers' output.
+    """
+    return nd.FullyConnected(hidden(X, W1, b1), W2, no_bias=True, num_hidden=W2.shape[0])
 
 
 # 3. Data parallelism: every device has the whole network and a part of the batch.

@@ -17,10 +17,8 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.partition import LAYERS
 from gluon_mgpu.scratch import SHAPES, loss, split_and_load
 
-Vectors = list[NDArray]  # one array per device
-Buckets = list[Vectors]  # for each layer, one bucket per device, or one chunk of it per device
-State = list[Buckets]  # the weights, then the optimizer's moments: one for `sgd`, two for `adam`
 Net = list[tuple[Callable, Sequence[tuple[int, ...]]]]  # layers, and the shapes of their arrays
+Buckets = list[list[NDArray]]  # for each layer, one bucket per device, or one chunk of it per device
 Tape = tuple[list[NDArray], NDArray]  # a recorded layer on one device: its input and arrays, and its output
 
 LENET: Net = [(layer, (shape, shape[:1])) for layer, shape in zip(LAYERS, SHAPES)]  # with the shapes of the biases
@@ -43,9 +41,13 @@ def chunk(vector: NDArray, i: int, k: int) -> NDArray:
 
 
 def place(net: Net, arrays: Sequence[NDArray], ctx: list[Context], sharded: bool) -> Buckets:
-    """Copy arrays, such as parameters, to the devices: whole buckets or, if sharded, chunk i of each to device i."""
+    """Copy arrays, such as parameters, to the devices, joined to one bucket per layer.
+
+    sharded: copy only chunk i of each bucket to device i.
+    """
     rest, k = iter(arrays), len(ctx)
     buckets = [bucket([next(rest) for _ in shapes]) for _, shapes in net]
+    assert min(b.size for b in buckets) >= k, "each layer needs at least one weight per device"
     return [[(chunk(b, i, k) if sharded else b).copyto(c) for i, c in enumerate(ctx)] for b in buckets]
 
 
@@ -55,8 +57,11 @@ def collect(net: Net, buckets: Buckets, sharded: bool) -> list[NDArray]:
     return [array for arrays in firsts for array in arrays]
 
 
-def reduce_scatter(data: Vectors) -> Vectors:
-    """Sum vectors (n,), one per device. Returns chunk i of the sum on device i, a view of data[i], which is changed."""
+def reduce_scatter(data: list[NDArray]) -> list[NDArray]:
+    """Sum vectors (n,), one per device, around a ring.
+
+    Returns chunk i of the sum on device i. It is a view of data[i], which is overwritten.
+    """
     k = len(data)
     for r in range(k - 1):  # in each round, every device sends one chunk to the next device
         received = [chunk(data[i - 1], (i - 2 - r) % k, k).copyto(data[i].context) for i in range(k)]
@@ -65,8 +70,11 @@ def reduce_scatter(data: Vectors) -> Vectors:
     return [chunk(data[i], i, k) for i in range(k)]
 
 
-def all_gather(chunks: Vectors, out: Vectors) -> Vectors:
-    """Copy the chunks of all devices to `out`, one vector (n,) per device. chunks[i] may be a view of out[i]."""
+def all_gather(chunks: list[NDArray], out: list[NDArray]) -> list[NDArray]:
+    """Copy the chunks of all devices to every device, around a ring.
+
+    out: one vector (n,) per device, which receives them. chunks[i] may be a view of out[i]. Returns `out`.
+    """
     k = len(chunks)
     for i in range(k):
         chunk(out[i], i, k)[:] = chunks[i]
@@ -77,14 +85,17 @@ def all_gather(chunks: Vectors, out: Vectors) -> Vectors:
     return out
 
 
-def unshard(chunks: Vectors, shapes: Sequence[tuple[int, ...]]) -> list[list[NDArray]]:
+def unshard(chunks: list[NDArray], shapes: Sequence[tuple[int, ...]]) -> list[list[NDArray]]:
     """Gather a layer's bucket on every device. Returns the layer's arrays on each device."""
     empty = [nd.empty(sum(map(math.prod, shapes)), c.context) for c in chunks]
     return [unbucket(b, shapes) for b in all_gather(chunks, out=empty)]
 
 
-def record(layer: Callable, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> list[Tape]:
-    """Compute a layer on each device. Each layer has a graph of its own, so `backward` can stop after any layer."""
+def record(layer: Callable, Xs: list[NDArray], arrays: Sequence[list[NDArray]]) -> list[Tape]:
+    """Compute a layer on each device, and record it.
+
+    Each layer has a graph of its own, so `backward` can stop after any layer.
+    """
     tapes = []
     for X, of_device in zip(Xs, arrays):
         variables = [X.detach(), *of_device]
@@ -94,19 +105,25 @@ def record(layer: Callable, Xs: Vectors, arrays: Sequence[list[NDArray]]) -> lis
     return tapes
 
 
-def backward(tapes: list[Tape], grads: Sequence[NDArray | None]) -> tuple[Vectors, Vectors]:
-    """Returns the gradients of a layer's inputs, and a bucket of its arrays'. grads: its outputs'; None for a loss."""
+def backward(tapes: list[Tape], grads: Sequence[NDArray | None]) -> tuple[list[NDArray], list[NDArray]]:
+    """Compute a layer's gradients on each device.
+
+    grads: the gradients of its outputs; None for a loss. Returns the gradients of its inputs, and those of its arrays,
+    joined to buckets.
+    """
     results = [autograd.grad([output], variables, [grad]) for (variables, output), grad in zip(tapes, grads)]
     return [of_input for of_input, *_ in results], [bucket(of_arrays) for _, *of_arrays in results]
 
 
-def loss_backward(scores: Vectors, ys: Vectors) -> tuple[Vectors, Vectors]:
+def loss_backward(scores: list[NDArray], ys: list[NDArray]) -> tuple[list[NDArray], list[NDArray]]:
     """Returns the losses (n,) of each shard, and their gradients (n, 10) with respect to its scores."""
     tapes = record(loss, scores, [[y] for y in ys])
     return [losses for _, losses in tapes], backward(tapes, [None] * len(ys))[0]
 
 
-def forward_backward(net: Net, weights: Buckets, Xs: Vectors, ys: Vectors, reduce: Callable) -> tuple[Vectors, Buckets]:
+def forward_backward(
+    net: Net, weights: Buckets, Xs: list[NDArray], ys: list[NDArray], reduce: Callable
+) -> tuple[list[NDArray], Buckets]:
     """Returns each shard's losses (n,), and what `reduce` makes of each layer's gradients, in layer order."""
     tapes = []
     for (layer, shapes), buckets in zip(net, weights):
@@ -126,70 +143,98 @@ def sgd(p: NDArray, grad: NDArray, velocity: NDArray, batch_size: int, lr: float
 
 
 def adam(p: NDArray, grad: NDArray, mean: NDArray, variance: NDArray, batch_size: int, lr: float) -> None:
-    """Adam, for a bucket or a chunk (n,). lr: in step t, the learning rate times sqrt(1 - 0.999**t) / (1 - 0.9**t)."""
+    """Adam, for a bucket or a chunk (n,).
+
+    lr: in step t, the learning rate times sqrt(1 - 0.999**t) / (1 - 0.9**t).
+    """
     nd.adam_update(p, grad, mean, variance, out=p, lr=lr, rescale_grad=1 / batch_size)
 
 
-def update(optimizer: Callable, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
-    """Update the weights of each layer on each device. optimizer: such as partial(sgd, lr=0.1). grads: of the batch."""
+def update(optimizer: Callable, weights: Buckets, grads: Buckets, moments: list[Buckets], batch_size: int) -> None:
+    """Update the weights of each layer on each device.
+
+    optimizer: such as partial(sgd, lr=0.1). grads: summed over the batch.
+    """
     for layer in zip(weights, grads, *moments):
         for arrays in zip(*layer):
             optimizer(*arrays, batch_size)
 
 
-def update_chunks(optimizer: Callable, weights: Buckets, grads: Buckets, moments: State, batch_size: int) -> None:
-    """Update chunk i of the weights on device i, and send it to the other devices. grads, moments: chunk i each."""
+def update_chunks(
+    optimizer: Callable, weights: Buckets, grads: Buckets, moments: list[Buckets], batch_size: int
+) -> None:
+    """Update chunk i of the weights on device i, and send it to the other devices.
+
+    grads, moments: on device i, only chunk i.
+    """
     owned = [[chunk(b, i, len(buckets)) for i, b in enumerate(buckets)] for buckets in weights]
     update(optimizer, owned, grads, moments, batch_size)
     for chunks, buckets in zip(owned, weights):
         all_gather(chunks, out=buckets)
 
 
-def ring_allreduce(data: Vectors) -> Vectors:
+def ring_allreduce(data: list[NDArray]) -> list[NDArray]:
     """Sum vectors (n,), one per device, in place, around a ring."""
     return all_gather(reduce_scatter(data), out=data)
 
 
-def reduce_to_chunks(data: Vectors) -> Vectors:
-    """Sum vectors (n,), one per device. Returns a copy of chunk i of the sum on device i, so that `data` is freed."""
+def reduce_to_chunks(data: list[NDArray]) -> list[NDArray]:
+    """Sum vectors (n,), one per device. Returns chunk i of the sum on device i: a copy, so that `data` can be freed."""
     return [c.copy() for c in reduce_scatter(data)]
 
 
-def ddp(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
-    """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism. Returns each shard's losses."""
+def shards(X: NDArray, y: NDArray, ctx: list[Context]) -> tuple[list[NDArray], list[NDArray]]:
+    """Split a batch into one shard of images and labels per device."""
+    assert X.shape[0] >= len(ctx), "a batch needs at least one example per device"
+    return split_and_load(X, ctx), split_and_load(y, ctx)
+
+
+def ddp(
+    X: NDArray, y: NDArray, net: Net, state: list[Buckets], ctx: list[Context], optimizer: Callable
+) -> list[NDArray]:
+    """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism.
+
+    state: the weights, then the optimizer's moments: one for `sgd`, two for `adam`. Returns each shard's losses (n,).
+    """
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), ring_allreduce)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), ring_allreduce)
     update(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
-def zero1(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
+def zero1(
+    X: NDArray, y: NDArray, net: Net, state: list[Buckets], ctx: list[Context], optimizer: Callable
+) -> list[NDArray]:
     """ZeRO-1: device i keeps chunk i of the moments, updates chunk i of the weights, and sends it to the others."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_scatter)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), reduce_scatter)
     update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
-def zero2(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
-    """ZeRO-2: device i keeps only chunk i of the gradients too: `reduce_to_chunks` is all that differs from ZeRO-1."""
+def zero2(
+    X: NDArray, y: NDArray, net: Net, state: list[Buckets], ctx: list[Context], optimizer: Callable
+) -> list[NDArray]:
+    """ZeRO-2: device i keeps only chunk i of the gradients too. Only `reduce_to_chunks` differs from ZeRO-1."""
     weights, *moments = state
-    losses, grads = forward_backward(net, weights, split_and_load(X, ctx), split_and_load(y, ctx), reduce_to_chunks)
+    losses, grads = forward_backward(net, weights, *shards(X, y, ctx), reduce_to_chunks)
     update_chunks(optimizer, weights, grads, moments, X.shape[0])
     return losses
 
 
-def zero3(X: NDArray, y: NDArray, net: Net, state: State, ctx: list[Context], optimizer: Callable) -> Vectors:
+def zero3(
+    X: NDArray, y: NDArray, net: Net, state: list[Buckets], ctx: list[Context], optimizer: Callable
+) -> list[NDArray]:
     """ZeRO-3, or FSDP: device i keeps only chunk i of the weights too, and one whole layer at a time."""
     weights, *moments = state
-    Xs = split_and_load(X, ctx)
+    Xs, ys = shards(X, y, ctx)
     inputs = []
     for (layer, shapes), chunks in zip(net, weights):
         inputs.append(Xs)
         with autograd.train_mode():  # not recorded: a graph would keep the layer's weights
             Xs = [layer(X, *arrays) for X, arrays in zip(Xs, unshard(chunks, shapes))]
         nd.waitall()  # otherwise, Python would gather all layers before the devices have computed the first
-    losses, grads = loss_backward(Xs, split_and_load(y, ctx))
+    losses, grads = loss_backward(Xs, ys)
     reduced = []
     for (layer, shapes), chunks in reversed(list(zip(net, weights))):
         tapes = record(layer, inputs.pop(), unshard(chunks, shapes))  # gathers and computes the layer a second time

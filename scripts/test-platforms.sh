@@ -52,7 +52,7 @@ try() {  # try ROOT PYTHON: copies the checkout into a root file system and test
         make dev PYTHON=$PYTHON
         # Without these packages, tests of conversion are skipped.
         make torch && .venv/bin/python -m pip install --quiet --editable ".[onnx]" ||
-            .venv/bin/python -m pip install --quiet safetensors
+            .venv/bin/python -m pip install --quiet safetensors ruff
         .venv/bin/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile tests/test_steps.py \
             tests/test_lessons.py tests/test_partition.py tests/compat tests/support tests/test_convert.py'
 }

@@ -4,7 +4,7 @@ import mxnet as mx
 from mxnet import nd
 from mxnet.gluon import nn
 
-from gluon_mgpu import networks
+from gluon_mgpu.training import registry
 
 
 def softmax_regression(X, params):
@@ -25,5 +25,5 @@ def normalized():
     return net
 
 
-networks.register("softmax_regression", dense, mx.init.Zero(), names=("p0", "p1"))
-networks.register("normalized", normalized, mx.init.Xavier())
+registry.register("softmax_regression", dense, mx.init.Zero(), names=("p0", "p1"))
+registry.register("normalized", normalized, mx.init.Xavier())

@@ -1,5 +1,6 @@
-"""The lesson on asynchrony: results match NumPy's, calls do not wait, devices do not wait for each other, and each cell
-prints what the notebook's cell prints. What depends on the number of contexts runs in a process of its own."""
+"""The lesson on asynchrony: results match NumPy's, calls do not wait, and devices do not wait for each other.
+
+What depends on the number of contexts runs in a process of its own."""
 
 import re
 
@@ -68,28 +69,22 @@ def test_copies_are_new_arrays_in_host_memory(non_blocking):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function, overlaps", [("run_at_once", True), ("run_one_after_another", False)])
-def test_products_of_two_devices_overlap_at_once_and_not_one_after_another(function, overlaps):
+@pytest.mark.parametrize("wait", [False, True])
+def test_products_of_two_devices_overlap_unless_python_waits_for_each_device(wait):
     setup = f"""
-        import contextlib, io
         from gluon_mgpu import asynchrony
         matrices = asynchrony.matrices(ctx, 400)
         def step():
-            with contextlib.redirect_stdout(io.StringIO()):
-                asynchrony.{function}(matrices, 10)
+            held = []
+            for x in matrices:
+                held.append(asynchrony.run(x, 10))
+                if {wait}:
+                    mx.nd.waitall()
     """
-    assert (overlap(setup, ("dot",)) > 0) == overlaps
+    assert (overlap(setup, ("dot",)) > 0) is not wait
 
 
-def test_the_cells_print_what_the_notebooks_cells_print(capsys):
-    x, *_ = matrices = asynchrony.matrices([mx.cpu(0), mx.cpu(1)], 16)
-    asynchrony.run_asynchronously(x, 2)
-    asynchrony.run_synchronously(x, 2)
-    asynchrony.run_one_after_another(matrices, 2)
-    asynchrony.run_at_once(matrices, 2)
-    asynchrony.run_then_copy(x, 2)
-    asynchrony.run_and_copy(x, 2)
-    first, second, total = "cpu(0) SECONDS", "cpu(1) SECONDS", "Total time elapsed is SECONDS"
-    copies = ["Run on cpu(0) SECONDS", "Copy to CPU SECONDS", "Copy to CPU SECONDS"]
-    printed = re.sub(r"\d+\.\d+(e-\d+)?", "SECONDS", capsys.readouterr().out).splitlines()
-    assert printed == [first, first, first, second, total, "all devices SECONDS", *copies]
+def test_a_benchmark_prints_its_name_and_the_seconds_of_its_block(capsys):
+    with asynchrony.BenchMark("all devices") as all_devices:
+        nd.waitall()
+    assert re.fullmatch(r"all devices \d+\.\d+(e-\d+)?\n", capsys.readouterr().out) and all_devices.seconds > 0

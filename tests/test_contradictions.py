@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import lessons
+from gluon_mgpu.training import lessons, registry
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import create_model
@@ -18,9 +18,9 @@ CPUS = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
 
 
-networks.register("9 classes", lambda: nn.Dense(9))
-networks.register("11 classes", lambda: nn.Dense(11))
-networks.register("with init", networks.resnet18, mx.init.Xavier())
+registry.register("9 classes", lambda: nn.Dense(9))
+registry.register("11 classes", lambda: nn.Dense(11))
+registry.register("with init", networks.resnet18, mx.init.Xavier())
 WITHOUT_INIT = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
 
 

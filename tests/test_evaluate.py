@@ -11,10 +11,10 @@ from runs import call
 from gluon_mgpu import evaluate, train
 from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
-from gluon_mgpu.networks import LENET_NAMES
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.registry import LENET_NAMES
 
 DATA = datasets.synthetic(600, 100, seed=0)
 
@@ -79,6 +79,8 @@ def test_images_of_every_kind_are_read_as_the_same_grey(tmp_path, capsys):
     ):
         np.testing.assert_array_equal(grey(same, tmp_path), pixels)
     assert grey(Image.merge("LA", (white, black)), tmp_path).max() == 0
+    scaled = np.where(pixels, pixels.astype(np.uint16) * 257, 40000).astype(np.uint16)
+    np.testing.assert_array_equal(grey(Image.fromarray(scaled), tmp_path, transparency=40000), pixels)
     turned = Image.Exif()
     turned[0x0112] = 3  # upside down
     np.testing.assert_array_equal(grey(image, tmp_path, exif=turned), pixels[::-1, ::-1])
@@ -104,7 +106,7 @@ def test_other_files_are_refused_by_name_and_nothing_is_executed(tmp_path):
 def test_what_cannot_be_evaluated_is_refused(run, tmp_path):
     arrays, facts = checkpoint.load(run / "checkpoint.npz")
     other = {**facts["config"], "impl": "highlevel", "model": "lenet-max"}  # scratch has no such network
-    checkpoint.save(tmp_path / "checkpoint.npz", arrays, {**facts, "config": other})
+    (tmp_path / "checkpoint.npz").write_bytes(checkpoint.packed(arrays, {**facts, "config": other}))
     for options in ((run / "none",), (run.parent,), (tmp_path, "scratch"), (run, None, 0), (run, None, 1, "gpu")):
         with pytest.raises(UsageError):
             evaluate.load(*options)

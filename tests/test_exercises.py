@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import runs
 
 from gluon_mgpu import exercises
+from gluon_mgpu.commands.exercise import _csv
 from gluon_mgpu.commands.exercise import exercise as command
 from gluon_mgpu.exercises import Mistake, cases, diagnosis, grading
 
@@ -90,7 +92,7 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     )
     assert {*shared} <= texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "not-graded"}
+    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "not-graded", "memory-limit"}
     assert texts.defaults().keys() - everywhere == other_tests
 
 
@@ -113,7 +115,8 @@ CASES = [
     (f"{WRONG}import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended-early"),
     (f"{WRONG}import sys; print('null'); sys.stdout.close()", "not-in-place"),
     (f"{WRONG}import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
-    (f"{WRONG}x = bytearray(5 << 30)", "error"),
+    (f"{WRONG}x = bytearray(5 << 30)", "memory-limit"),
+    (f"{WRONG}error = OSError('no')\nerror.__notes__ = ['']\nraise error", "error"),
     (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit"),
 ]
 
@@ -163,6 +166,15 @@ def test_start_edit_check_and_correct(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"allreduce.py", ".cache"}
 
 
+@pytest.mark.slow
+def test_what_an_answer_prints_controls_no_terminal(tmp_path, capfd):
+    printing = "import sys\nprint('\\x1b[2J\\tred')\nprint('\\x9b1m', file=sys.stderr)\nraise KeyError('\\x1b]0;title')"
+    mistake = graded(f"{SUM}\n{printing}", tmp_path)
+    out, err = capfd.readouterr()
+    text = out + err + grading.report("\x1b[31m.py", "allreduce", mistake)
+    assert "\tred" in text and "title" in text and not set("\x1b\x9b") & set(text)
+
+
 def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, capfd):
     (tmp_path / "answer.py").write_text("x = 1\n")
     assert "answer.py" in runs.error(capfd, command, "grade", tmp_path / "answer.py")
@@ -193,7 +205,7 @@ def notebook(*cells):
     )
 
 
-SPLIT, SUM = exercises.solution("split"), exercises.solution("allreduce")
+SPLIT, SUM = (f"{exercises.solution(name)}\n# my own\n" for name in ("split", "allreduce"))
 NO_COPY = SUM.replace("        mean.copyto(array)", "        pass")
 # {file: (its content, [(cell, exercise, mistake)])}
 CLASS = {
@@ -202,7 +214,7 @@ CLASS = {
     "ada/.ipynb_checkpoints/old.py": (SUM, []),
     "ada/notes.txt": ("", []),
     "bob/bom.py": (f"\ufeff# Bob\nimport mxnet\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
-    "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "error")]),
+    "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "syntax-error")]),
     "bob/lab.ipynb": (
         notebook("# Lab", "x = 1", f"%%time\n{SUM}\n!ls", SPLIT),
         [(3, "allreduce", None), (4, "split", None)],
@@ -227,7 +239,7 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     assert (checked.returncode, checked.stderr) == (1, "")
     with open(tmp_path / "results.csv", encoding="utf-8-sig") as file:
         students = list(csv.DictReader(file))
-    assert [[row[column] for column in ("student", "solved", "allreduce", "split")] for row in students] == [
+    assert [[row[column] for column in ("student", "points", "allreduce", "split")] for row in students] == [
         ["ada", "1", "correct", "unfinished"],
         ["bob", "2", "correct", "correct"],
         ["cy", "2", "correct", "correct"],
@@ -250,12 +262,79 @@ def test_a_learners_own_folders_are_no_students(tmp_path):
     assert [answer.path for answer in exercises.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
 
 
+def test_links_lead_to_other_folders_of_students_but_to_no_answer_twice(tmp_path, capsys):
+    for student in ("answers/ada", "answers/bob", "elsewhere/cy"):
+        (tmp_path / student).mkdir(parents=True)
+        (tmp_path / student / "a.py").write_text(SUM)
+    links = {
+        "cy": "../elsewhere/cy",
+        "loop": ".",
+        "up": "..",
+        "again": "ada",
+        "bob/loop": "..",
+        "bob/all": "/",
+        "gone": "x",
+    }
+    for name, target in links.items():
+        (tmp_path / "answers" / name).symlink_to(target)
+    found = exercises.find([str(tmp_path / "answers")])
+    assert [answer.student for answer in found] == ["ada", "bob", "cy"] and not any(answer.problem for answer in found)
+    assert capsys.readouterr().err.count("not followed") == 5
+
+
+def test_no_cell_of_the_table_is_a_formula_for_a_spreadsheet():
+    files = "=a/b.py", " +1", "-1.py", "@x", "a.py"
+    graded = [(exercises.Answer(path, problem="none"), exercises.Mistake("no-answer", "")) for path in files]
+    rows = list(csv.reader(_csv(graded).decode("utf-8-sig").splitlines()))
+    assert len(rows) == 6 and sum(cell.startswith("'") for row in rows for cell in row) == 8
+    assert not any(cell.strip()[:1] in tuple("=+-@") for row in rows for cell in row)
+
+
 def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):
     for folder in ("monday", "friday"):
         (tmp_path / folder / "ada").mkdir(parents=True)
         (tmp_path / folder / "ada" / "a.py").write_text(SUM)
     found = exercises.find([str(tmp_path / "monday"), str(tmp_path / "friday")])
     assert [answer.student for answer in found] == [str(tmp_path / name / "ada") for name in ("monday", "friday")]
+
+
+@pytest.mark.slow
+def test_copies_of_the_package_and_of_our_solutions_are_no_answers_and_their_students_are_not_lost(tmp_path, capsys):
+    for student in ("ada/gluon_mgpu-main", "bob/code"):  # a checkout, and the package alone
+        target = tmp_path / student / ("gluon_mgpu" if "main" in student else "")
+        shutil.copytree(Path(exercises.__file__).parents[1], target, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "ada/gluon_mgpu-main/tree.py").write_text(f"{exercises.solution('tree')}# my own\n")
+    (tmp_path / "ada/gluon_mgpu-main/tests").mkdir()
+    (tmp_path / "ada/gluon_mgpu-main/tests/test_a.py").write_text("x = 1\n")
+    (tmp_path / "cy_1234_tree.py").write_text(exercises.solution("tree") + "\n")
+    found = exercises.find([str(tmp_path)])
+    assert [(answer.student, answer.name) for answer in found] == [("ada", "tree"), ("cy", ""), ("bob", "")]
+    assert capsys.readouterr().err.count("skipped") == 2
+
+
+def test_files_of_a_learning_platform_belong_to_the_students_in_their_names(tmp_path):
+    names = ("ada_1234_tree.py", "ada_LATE_1235_77_ring.py", "Bob Lee_22_assignsubmission_file_tree.py", "tree_2.py")
+    for name in names:
+        (tmp_path / name).write_text(SUM)
+    students = {Path(answer.path).name: answer.student for answer in exercises.find([str(tmp_path)])}
+    assert [students[name] for name in names] == ["ada", "ada", "Bob Lee", ""]
+
+
+@pytest.mark.slow
+def test_each_student_gets_a_file_with_the_diagnoses_and_points_for_the_exercises_that_count(tmp_path):
+    answers = {"ada/a.py": SUM, "ada/b.py": SPLIT, "bob lee/a.py": NO_COPY, "bob_lee/a.py": SUM}
+    for name, content in answers.items():
+        (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "answers" / name).write_text(content)
+    words = ["grade", "answers", "--only", "allreduce,tree", "--csv", "points.csv", "--feedback", "out"]
+    assert run(*words, folder=tmp_path).returncode == 1
+    with open(tmp_path / "points.csv", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["student"], row["points"]) for row in rows] == [("ada", "1"), ("bob lee", "0"), ("bob_lee", "1")]
+    assert {"allreduce", "tree"} <= rows[0].keys() and "split" not in rows[0]
+    texts = sorted(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert len(texts) == 3 and sum("no-broadcast" in text for text in texts) == 1
+    assert run("grade", "answers", "--only", "trees", folder=tmp_path).returncode == 2
 
 
 @pytest.mark.slow

@@ -23,15 +23,15 @@ from mxnet import autograd, gluon, nd
 from PIL import Image
 from runs import needs_mpi
 
-from gluon_mgpu import convert, evaluate, highlevel, networks, scratch, train
+from gluon_mgpu import convert, evaluate, highlevel, scratch, train
 from gluon_mgpu.data import datasets
-from gluon_mgpu.data.batches import seed_of_step
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training import checkpoint
+from gluon_mgpu.training import checkpoint, registry
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.model import VELOCITY, read_arrays
 from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.seeds import seed_of_step
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each
 # worker draws other random numbers; for devices, the lesson that continues the run, if that is another one; the setting
@@ -63,7 +63,7 @@ NETWORKS = {
     "arrays.py": {"lr": 1e-4},  # its images can be as large as 255
 }
 REGISTER = """
-from gluon_mgpu import networks
+from gluon_mgpu.training import registry
 from mxnet.gluon import nn
 
 def with_dropout():
@@ -71,7 +71,7 @@ def with_dropout():
     net.add(nn.Dense(16, activation="relu"), nn.Dropout(0.5), nn.Dense(10))
     return net
 
-networks.register("with dropout", with_dropout)
+registry.register("with dropout", with_dropout)
 """
 exec(REGISTER)
 # One row of each kind of lesson; all are in make test-all.
@@ -199,7 +199,7 @@ class Runs:
                     arrays[name] = random.normal(0, scale * (2 / array[0].size) ** 0.5, array.shape)
             folder.mkdir()
             arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
-            checkpoint.save(folder / "checkpoint.npz", arrays, facts)
+            (folder / "checkpoint.npz").write_bytes(checkpoint.packed(arrays, facts))
         return folder
 
     def resumed(self, row, kind, **changes):
@@ -227,7 +227,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The runs. Own lessons are not compared with one device first: tests/check/test_programs.py is about that."""
-    with patch("gluon_mgpu.training.train._compare_with_one_device", return_value=""):
+    with patch("gluon_mgpu.training.setup._compare_with_one_device", return_value=""):
         yield Runs(tmp_path_factory.mktemp("runs"))
 
 
@@ -324,7 +324,7 @@ def scores(row, runs, folder, images):
     if reference.net:
         reference.set({name: array for name, array in arrays.items() if not name.startswith(VELOCITY)})
         return reference.net(nd.array(images)).asnumpy()
-    return float64.scores([arrays[name] for name in networks.LENET_NAMES], images)
+    return float64.scores([arrays[name] for name in registry.LENET_NAMES], images)
 
 
 def assert_same_training(folder, reference):

@@ -6,15 +6,13 @@ from pathlib import Path
 
 from runs import output
 
-from gluon_mgpu.commands.main import COMMANDS
-
 ROOT = Path(__file__).parents[1] / "gluon_mgpu"
 # from the bottom; the modules in a line are on one level
 LAYERS = [
     ["support"],
     ["compat"],
     ["data"],
-    ["scratch", "highlevel", "partition", "asynchrony", "sharded", "networks", "old"],
+    ["scratch", "highlevel", "partition", "hybrid", "asynchrony", "sharded", "networks", "old"],
     ["training"],
     ["check"],
     ["evaluate", "convert"],
@@ -46,7 +44,7 @@ def layer(module):
 
 def test_imports_only_go_down_except_that_an_own_lesson_is_checked_before_it_is_trained():
     imports = {(name, other) for name, others in IMPORTS.items() for other in others}
-    imports -= {("training.train", "check.mxnet")}
+    imports -= {("training.setup", "check.mxnet")}
     assert not [f"{name} imports {other}" for name, other in imports if layer(other) > layer(name)]
 
 
@@ -65,10 +63,3 @@ def test_modules_that_are_needed_before_mxnet_do_not_import_it():
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError
-
-
-def test_every_command_is_a_script_and_all_of_these_scripts_are_one_file():
-    scripts = ROOT.parent / "scripts"
-    links = {path.stem for path in scripts.glob("*.py") if path.resolve() == scripts / "main.py"}
-    assert links == {"main", "bench", "parity", *COMMANDS}
-    assert {path.name for path in scripts.glob("*.py") if not path.is_symlink()} == {"main.py"}

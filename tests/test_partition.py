@@ -1,4 +1,4 @@
-"""The three ways to split LeNet across devices, compared with NumPy in float64."""
+"""The ways to split LeNet across devices, compared with NumPy in float64."""
 
 from contextlib import contextmanager
 from functools import cache, partial
@@ -11,7 +11,7 @@ from mxnet.ndarray import register
 from reference import additions, assert_close, steps
 from runs import ROOT, overlap
 
-from gluon_mgpu import partition, scratch
+from gluon_mgpu import hybrid, partition, scratch
 from gluon_mgpu.support.errors import UsageError
 
 LR = 0.2
@@ -115,14 +115,15 @@ def test_a_step_copies_the_bytes_that_the_page_says_from_one_device_to_another(w
     assert moved == 4 * MOVED[way] and f"| {moved / 1e6:.2f} |" in (ROOT / "docs/partition.md").read_text()
 
 
-@each_way
-def test_nothing_passes_between_devices_except_by_copyto(way, options, monkeypatch):
+@contextmanager
+def refused_crossings():
+    """Fail if anything passes between devices except by copyto: other ways work only on CPU contexts."""
     invoke, backward, crossing = register._imperative_invoke, nd.NDArray.backward, []
 
     def checked(handle, arrays, keys, values, out, *rest):
         result = invoke(handle, arrays, keys, values, out, *rest)
         sources = {array.context for array in arrays}
-        assert len(sources) <= 1, f"an operator reads from {sources}"  # this would work only on CPU contexts
+        assert len(sources) <= 1, f"an operator reads from {sources}"
         results = result if isinstance(result, (list, tuple)) else [result]
         crossing.extend(r for r in results if sources and r.context not in sources)
         return result
@@ -131,12 +132,18 @@ def test_nothing_passes_between_devices_except_by_copyto(way, options, monkeypat
         assert out_grad is None or out_grad.context == head.context
         backward(head, out_grad, *rest)
 
-    step, _ = start(way, options, 3)
-    monkeypatch.setattr(register, "_imperative_invoke", checked)
-    monkeypatch.setattr(nd.NDArray, "backward", checked_backward)
-    with recorded_copies() as copies:
-        step(*batch(7))
+    with pytest.MonkeyPatch.context() as patched, recorded_copies() as copies:
+        patched.setattr(register, "_imperative_invoke", checked)
+        patched.setattr(nd.NDArray, "backward", checked_backward)
+        yield
     assert len(crossing) == len(copies) > 0
+
+
+@each_way
+def test_nothing_passes_between_devices_except_by_copyto(way, options):
+    step, _ = start(way, options, 3)
+    with refused_crossings():
+        step(*batch(7))
 
 
 PIPELINE = """
@@ -156,3 +163,63 @@ def test_the_devices_of_network_partitioning_take_turns_and_overlap_with_micro_b
 def test_more_devices_than_parts_are_a_usage_error(way, devices):
     with pytest.raises(UsageError):
         partition.WAYS[way][0](parameters(), contexts(devices))
+
+
+def mesh_of(rows, columns):
+    """A mesh, and parameters on it."""
+    mesh = [[mx.cpu(row * columns + column) for column in range(columns)] for row in range(rows)]
+    return mesh, hybrid.place(parameters(), mesh)
+
+
+def whole(row, read):
+    """read(p) of all eight parameters, joined from the devices of a row of a mesh."""
+    parts = [[read(p).asnumpy() for p in of_devices] for of_devices in zip(*row)]
+    joined = {i: np.concatenate(parts[i], axis) for i, axis in {4: 0, 5: 0, 6: 1}.items()}  # W3, b3 and W4
+    return [joined.get(i, part[0]) for i, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize(
+    "rows, columns",
+    [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(1, 1), (1, 4), (3, 1), (2, 3)])],
+)
+def test_three_steps_on_a_mesh_give_the_losses_gradients_and_parameters_of_float64(rows, columns):
+    (mesh, mesh_params), rounding = mesh_of(rows, columns), 0
+    for (seed, n), (expected, gradients, params) in zip(enumerate(SIZES), float64_steps()):
+        losses = hybrid.train_batch(*batch(n, seed), mesh_params, mesh, LR)
+        rounding += additions(n)
+        assert_close(np.concatenate([part.asnumpy() for part in losses]), expected, rounding)
+        for row in mesh_params:
+            for a, b in zip(whole(row, lambda p: p.grad) + whole(row, lambda p: p), gradients + params):
+                assert_close(a, b, rounding)
+
+
+def test_devices_of_a_column_stay_equal_and_devices_of_a_row_in_what_is_not_split():
+    mesh, mesh_params = mesh_of(2, 2)
+    for seed, n in enumerate(SIZES):
+        hybrid.train_batch(*batch(n, seed), mesh_params, mesh, LR)
+    for i in range(8):
+        [a, b], [c, d] = [[params[i].asnumpy() for params in row] for row in mesh_params]
+        assert np.array_equal(a, c) and np.array_equal(b, d)
+        assert np.array_equal(a, b) == (i not in (4, 5, 6))
+
+
+def test_nothing_passes_between_devices_of_a_mesh_except_by_copyto():
+    mesh, mesh_params = mesh_of(2, 2)
+    with refused_crossings():
+        hybrid.train_batch(*batch(7), mesh_params, mesh, LR)
+
+
+@pytest.mark.parametrize("rows, columns", [(2, 2), (1, 4), (4, 1)])
+def test_the_groups_of_a_mesh_copy_the_bytes_that_the_page_says(rows, columns):
+    (mesh, mesh_params), images = mesh_of(rows, columns), 256 * 28 * 28 * 4
+    with recorded_copies() as copies:
+        hybrid.train_batch(*batch(256), mesh_params, mesh, LR)
+    copies = [copy for copy in copies if copy[2] not in (images // rows, 256 * 4 // rows)]  # the batch itself
+    places = {device: (r, c) for r, row in enumerate(mesh) for c, device in enumerate(row)}
+    of_row, of_column = (
+        sum(size for a, b, size in copies if places[a][axis] == places[b][axis] == 0) for axis in (0, 1)
+    )
+    total = sum(size for *_, size in copies)
+    page = (ROOT / "docs/hybrid.md").read_text()
+    assert total == rows * of_row + columns * of_column
+    assert all(f"{size / 1e6:.2f} MB" in page for size in (of_row, of_column, total) if size)

@@ -99,3 +99,16 @@ def test_adam_computes_what_its_paper_says():
         p = p - lr * mean / (np.sqrt(variance) + 1e-8)
         for found, expected in zip(arrays, (p, mean, variance)):
             assert_close(found.asnumpy(), expected, 10 * step)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_batch_with_fewer_examples_than_devices_is_refused_instead_of_letting_replicas_drift(step):
+    with pytest.raises(AssertionError):
+        step(nd.zeros((2, 1, 28, 28)), nd.zeros(2), sharded.LENET, place(contexts(3), 0, 1), contexts(3), sharded.sgd)
+
+
+def test_a_layer_with_fewer_numbers_than_devices_is_refused():
+    net = [(lambda X, w: X * w, [(2,)])]
+    sharded.place(net, [nd.ones(2)], contexts(2), sharded=True)
+    with pytest.raises(AssertionError):
+        sharded.place(net, [nd.ones(2)], contexts(3), sharded=False)

@@ -1,122 +1,329 @@
-"""Takes the steps of a JAX file on several CPU devices and on one, each time with a fresh copy of the file.
+"""Takes the steps of a JAX file on several CPU devices and on one: each side in a process that has no other devices.
 
-All sides run in one process, a fork of this one, which ends with it.
+`train_batch` has one of two forms: scratch.py's, with a list of parameters for each device, and that of sharding.py,
+with arrays that are divided among the devices.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gluon_mgpu.check.processes as processes
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare
+from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm
+from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
-from gluon_mgpu.training.lessons import execute
+from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.programs import execute
 
 LR = 0.1
+# functions of jax.random that draw nothing that depends on the precision
+KEYS = {"key", "PRNGKey", "split", "fold_in", "wrap_key_data", "key_data", "key_impl", "clone", "permutation"}
+LOW = ("float16", "bfloat16")
 
 
 def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seconds: float) -> Report:
     """Compare the steps of a file with `train_batch` and `init_params`."""
-    file = os.path.realpath(path)
-
-    def check(send: Send) -> None:
-        jax.config.update("jax_num_cpu_devices", max(devices))
-        sys.path.insert(0, str(Path(file).parent))
-        send(compare(JAX(file), devices, steps, even))
-
-    outcome = processes.run([check], 5 * seconds)  # all steps, and compiling them
-    return Report({"runs": outcome.failure}) if outcome.failure else outcome.stages[0][0]
+    if len(os.listdir("/proc/self/task")) > 1 and jax._src.xla_bridge.backends_are_initialized():
+        advice = "JAX has started in this process, and its threads cannot be copied; check in another process"
+        raise UsageError(None, path, advice)
+    return compare(JAX(os.path.realpath(path), seconds), devices, steps, even)
 
 
 class JAX(Driver):
-    divides = "split_and_load"
+    """seconds: the limit of a step. one: the shapes of the state on one device. draws: whether a step draws random
+    numbers. done: what has run of the file's functions."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
+    divides = "split_and_load"
+    advice = {
+        **Driver.advice,
+        "not summed": "replace each by the sum over the devices before the update, as allreduce or jax.lax.psum does",
+        "replicas": "update each replica with the same sum",
+    }
+
+    def __init__(self, file: str, seconds: float) -> None:
+        self.file, self.seconds, self.batches = file, seconds, dict[tuple[int, int], Any]()
+        self.sessions = dict[tuple[Any, ...], Session]()
+        self.one, self.draws, self.done = dict[str, Any](), False, reached.Done()
+        self.has_replicas, self.has_batches = self._in_process(_form)
+        self.uneven = self.has_replicas
+
+    def _in_process(self, function: Callable[[ModuleType], Any], k: int = 1) -> Any:
+        """What a function of a fresh copy of the file returns, in a process with k devices."""
+        outcome = processes.run([lambda send: send([function(load(self.file, k))])], self.seconds)
+        if outcome.failure:
+            raise UsageError(None, self.file, outcome.failure)
+        return outcome.stages[0][0][0]
 
     def batch(self, i: int, n: int) -> Any:
         """The file's own `example_batch(n)`, or images."""
-        module = execute("step", self.file)
-        if not hasattr(module, "example_batch"):
-            return super().batch(i, n)
-        np.random.seed(i)
-        batch = module.example_batch(n)
-        return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
+
+        def draw(module: ModuleType) -> Any:
+            np.random.seed(i)
+            batch = module.example_batch(n)
+            return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
+
+        if (i, n) not in self.batches:
+            self.batches[i, n] = self._in_process(draw) if self.has_batches else super().batch(i, n)
+        return self.batches[i, n]
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         return jax.tree.map(lambda array: array[[*examples]], batch)
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        split_and_load = getattr(execute("step", self.file), "split_and_load", None)
-        if not split_and_load:
-            return None
-        return [np.asarray(part).astype(int).tolist() for part in split_and_load(np.arange(n), jax.devices("cpu")[:k])]
-
-    def run(self, k: int, batches: Sequence[Any], double: bool = False, **_: Any) -> Session:
-        session, devices, dtype = Session(), jax.devices("cpu")[:k], np.float64 if double else np.float32
-
-        def own(nest: Any) -> Any:
-            is_own = lambda a: jnp.issubdtype(a.dtype, np.floating) and (double or a.dtype == np.float64)  # noqa: E731
-            return jax.tree.map(lambda a: a.astype(dtype) if is_own(a) else a, nest)
+        def parts(module: ModuleType) -> Shards | None:
+            if not self.has_replicas or not hasattr(module, "split_and_load"):
+                return None
+            return [
+                np.asarray(part).astype(int).tolist() for part in module.split_and_load(np.arange(n), jax.devices())
+            ]
 
         try:
-            module = execute("step", self.file)
-            params = module.init_params()  # in float32 also if the steps are in float64, for the same random numbers
-            with _watched(session.facts, double):
-                get = getattr(module, "get_params", jax.device_put)
-                params = [get(own(params), device) for device in devices]
-                session.start = [arrays(p) for p in params]
-                for batch in batches:
-                    before = [arrays(p) for p in params]
-                    params = module.train_batch(*own(batch), params, devices, LR)
-                    for device, of_device in zip(devices, params):
-                        if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
-                            raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
-                    session.add(before, [arrays(p) for p in params])
-        except Exception as error:
-            session.failure = processes.where(error)
+            return self._in_process(parts, k)
+        except UsageError:  # the step fails, too
+            return None
+
+    def run(
+        self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
+    ) -> Session:
+        """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
+        contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
+        key = (k, double, constant, seed, *contents)
+        if key not in self.sessions:
+            self.sessions = {old: session for old, session in self.sessions.items() if old[0] == 1}
+            self.sessions[key] = self._run(k, batches, double, constant, seed)
+        return copy.deepcopy(self.sessions[key])
+
+    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool, seed: int) -> Session:
+        side = Side(self.file, k, self.has_replicas, double, constant, self.one)
+        outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
+        session = Session(failure=outcome.failure, late=outcome.late)
+        for i, [(facts, done, before, after, rest)] in enumerate(outcome.stages):
+            session.facts |= facts
+            for function, ran in done.items():
+                self.done.setdefault(function, set()).update(ran)
+            if i:
+                session.add(before, after)
+                session.steps[-1].rest = rest
+            else:
+                session.start = after
+        self.draws |= bool(session.facts.get("draws"))
+        if k == 1 and session.start:
+            self.one = {name: a.shape for name, a in session.start[0].items()}
         return session
 
+    def missed(self) -> list[str]:
+        return reached.missed(self.done)
+
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
+        self.notes.clear()
         if is_wrong:
+            yield self._drawn(k) if self.draws else ("several", "")
             return
-        module = execute("step", self.file)
+        if not self.uneven:
+            self.notes.append("uneven batches were not checked: a NamedSharding divides only even ones")
         X, *_ = self.batch(0, 11)
-        yield "accuracy", of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
+
+        def accuracy(module: ModuleType) -> str:
+            return of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
+
+        yield "accuracy", self._in_process(accuracy)
+
+    def _drawn(self, k: int) -> Claim:
+        """Whether a step is wrong because each device draws random numbers."""
+        batch = self.batch(0, 12 * k)
+        still = [self.run(count, [batch], double=True, constant=True) for count in (k, 1)]
+        if not all(session.steps for session in still) or not _equal(
+            *(session.steps[0].changes[0] for session in still)
+        ):
+            return "several", ""  # there is another reason
+        parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
+        sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
+        sessions = [self.run(count, [part], double=True) for count, part in sides]
+        if not all(session.steps for session in sessions):
+            return "several", ""
+        several, *alone = (session.steps[0].changes[0] for session in sessions)
+        total = {n: np.sum([a[n] for a in alone], axis=0) for n in several}
+        if any(_equal(several, {n: a * share for n, a in total.items()}) for share in (1, 1 / k)):
+            advice = "draw them for the whole batch and divide them, or fold the device's index into the key"
+            return "update", f"each device draws the same random numbers for its examples; {advice}"
+        return "compared", "each device draws random numbers of its own; draw those of the whole batch, or none"
 
 
-def arrays(params: Any) -> Arrays:
-    return {f"params[{i}]": np.asarray(p, np.float64) for i, p in enumerate(jax.tree.leaves(params))}
+@dataclass
+class Side:
+    """Steps on one number of devices. See `JAX.run`. shapes: of the state on one device."""
+
+    file: str
+    k: int
+    has_replicas: bool
+    double: bool
+    constant: bool
+    shapes: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def take_steps(self, batches: Sequence[Any], send: Send) -> None:
+        """Send the state of each device before the first step; after each step also what the file keeps."""
+        random = {name: function for name, function in vars(jax.random).items() if name not in KEYS}
+        for name, function in random.items():
+            if inspect.isfunction(function) and "key" in inspect.signature(function).parameters:
+                setattr(jax.random, name, self._drawn(function))
+        self.is_drawing = True  # as the file does, also if the steps are in float64: for the same random numbers
+        module = load(self.file, self.k)
+        state = self._placed(module, module.init_params())
+        self.is_drawing = False
+        self._watch()
+        state = jax.tree.map(self._own, state)
+        now, done = self._read(state), reached.Done()
+        send((self.facts, done, now, now, []))
+        for batch in batches:
+            with reached.traced(done):
+                before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
+            now, rest = self._read(state), kept(module, jax.devices())
+            self.facts["others"] = [*rest[0]]
+            send((self.facts, done, before, now, rest))
+
+    def _own(self, a: Any) -> Any:
+        """An array in this side's precision."""
+        if jnp.issubdtype(a.dtype, np.floating) and (self.double or a.dtype == np.float64):
+            return a.astype(np.float64 if self.double else np.float32)
+        return a
+
+    def _placed(self, module: ModuleType, params: Any) -> Any:
+        """The state before the first step: of each device, or on all devices."""
+        if self.has_replicas:
+            get = getattr(module, "get_params", jax.device_put)
+            return [get(params, device) for device in jax.devices()]
+        everywhere = NamedSharding(_mesh(module), PartitionSpec())
+        is_placed = lambda a: isinstance(a, jax.Array) and len(a.devices()) == self.k > 1  # noqa: E731
+        return jax.tree.map(lambda a: a if is_placed(a) else jax.device_put(a, everywhere), params)
+
+    def _step(self, module: ModuleType, batch: Any, state: Any) -> Any:
+        """The state after a step. What the step returns besides it, such as a loss, is left out."""
+        if self.has_replicas:
+            new = module.train_batch(*batch, state, jax.devices(), LR)
+        else:
+            mesh = _mesh(module)
+            divided = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
+            new = module.train_batch(*divided, state, LR)
+        same = jax.tree.structure(state)
+        if isinstance(new, tuple) and jax.tree.structure(new) != same and jax.tree.structure(new[0]) == same:
+            new = new[0]
+        for device, of_device in zip(jax.devices(), new) if self.has_replicas else ():
+            if elsewhere := [a for a in jax.tree.leaves(of_device) if a.devices() != {device}]:
+                raise ValueError(f"the new parameters of {device} are on {elsewhere[0].devices()}")
+        return new
+
+    def _read(self, state: Any) -> list[Arrays]:
+        """The arrays of each device, except for keys."""
+        if self.has_replicas:
+            return [{name: np.asarray(a, np.float64) for name, a in arrays(of_device)} for of_device in state]
+        found = [Arrays() for _ in range(self.k)]
+        for name, a in arrays(state):
+            parts = self._replicas(a, self.shapes.get(name))
+            for of_device, part in zip(found, parts):
+                of_device[name] = np.asarray(part, np.float64)
+        return found
+
+    def _replicas(self, a: Any, shape: Any) -> Sequence[Any]:
+        """What each device has of an array: all of it or, as pmap, a row; what all have together if a sharding divides
+        it. shape: on one device."""
+        if isinstance(a, jax.Array) and a.is_fully_replicated and len(a.devices()) == self.k:
+            return [shard.data for shard in sorted(a.addressable_shards, key=lambda shard: shard.device.id)]
+        if shape is not None and shape != np.shape(a) == (self.k, *shape[1:]):
+            return [a[i : i + 1] for i in range(self.k)]
+        return [a] * self.k
+
+    def _watch(self) -> None:
+        """Note the lowest precision. In float64, compute in float64 instead."""
+        convert = jax.lax.convert_element_type_p
+        bind = convert.bind
+
+        def noted(*args: Any, **params: Any) -> Any:
+            name = str(np.dtype(params["new_dtype"]))
+            if name in LOW:
+                self.facts["low"] = name
+            if self.double and not self.is_drawing and jnp.issubdtype(params["new_dtype"], jnp.floating):
+                params["new_dtype"] = np.dtype(np.float64)
+            return bind(*args, **params)
+
+        convert.bind = noted
+        jax.config.update("jax_enable_x64", self.double)
+
+    def _drawn(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of jax.random that draws what it draws in float32, also in float64."""
+        takes_dtype = inspect.signature(draw).parameters.get("dtype")
+
+        def drawn(*args: Any, **options: Any) -> Any:
+            if self.is_drawing:
+                return draw(*args, **options)
+            self.is_drawing, self.facts["draws"] = True, True
+            try:
+                bound = inspect.signature(draw).bind(*args, **options)
+                bound.apply_defaults()
+                if takes_dtype and self.double:
+                    kind = np.dtype(bound.arguments["dtype"] or takes_dtype.default or float)
+                    bound.arguments["dtype"] = {"f": np.float32, "i": np.int32, "u": np.uint32}.get(kind.kind, kind)
+                single = {name: _as(value, np.float64, np.float32) for name, value in bound.arguments.items()}
+                bound.arguments.update(single)
+                numbers = draw(*bound.args, **bound.kwargs)
+            finally:
+                self.is_drawing = False
+            if self.constant:
+                numbers = jnp.full_like(numbers, numbers.dtype.kind in "fb" and 0.5)
+            return _as(numbers, np.float32, np.float64) if self.double else numbers
+
+        return drawn
 
 
-@contextmanager
-def _watched(facts: dict[str, Any], double: bool) -> Iterator[None]:
-    """Note the lowest precision. double: compute in float64 instead."""
-    convert = jax.lax.convert_element_type_p
-    bind = convert.bind
+def load(file: str, k: int) -> ModuleType:
+    """Execute a file in a process that has k devices."""
+    jax.config.update("jax_num_cpu_devices", k)
+    sys.path.insert(0, str(Path(file).parent))
+    return execute("step", file)
 
-    def in_double(*args: Any, **params: Any) -> Any:
-        name = str(np.dtype(params["new_dtype"]))
-        if name in ("float16", "bfloat16"):
-            facts["low"] = name
-        if double and jnp.issubdtype(params["new_dtype"], jnp.floating):
-            params["new_dtype"] = np.dtype(np.float64)
-        return bind(*args, **params)
 
-    jax.config.update("jax_enable_x64", double)
-    convert.bind = in_double
-    try:
-        yield
-    finally:
-        del convert.bind
-        jax.config.update("jax_enable_x64", False)
+def _form(module: ModuleType) -> tuple[bool, bool]:
+    """Whether `train_batch` gets a list of parameters for each device, and the devices, and whether the file has
+    batches of its own."""
+    parameters = inspect.signature(module.train_batch).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return "devices" in needed or len(needed) > 4, hasattr(module, "example_batch")
+
+
+def _mesh(module: ModuleType) -> Mesh:
+    """The file's own mesh, or one of all devices."""
+    own = [value for value in vars(module).values() if isinstance(value, Mesh)]
+    return own[0] if own else Mesh(np.array(jax.devices()), ("devices",))
+
+
+def arrays(state: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of a state, with their keys as names, except for the keys of random numbers."""
+    for path, a in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not jnp.issubdtype(getattr(a, "dtype", float), jax.dtypes.prng_key):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            yield name if not name[:1].isdigit() else f"params{jax.tree_util.keystr(path)}", a
+
+
+def _as(value: Any, dtype: Any, new: Any) -> Any:
+    """An array of one type as one of another; any other value as it is."""
+    return value.astype(new) if getattr(value, "dtype", None) == dtype else value
+
+
+def _equal(a: Arrays, b: Arrays) -> bool:
+    return all(norm(a[name] - b[name]) <= 1e-5 * norm(b[name]) for name in b)

@@ -7,8 +7,9 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ UNITS = {"device": "devices", "process": "processes"}
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
+MOST = 16  # steps, until one changes something
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
@@ -34,13 +36,20 @@ BEGINNINGS = {
 
 @dataclass
 class Step:
-    """What one step did on each device. changes: of the parameters. grads: what the optimizer got, if known. losses:
-    what the step returned. examples: those it used, if asked."""
+    """What one step did on each device. changes: of the parameters. grads: what each optimizer got at its steps, if
+    known. losses: what the step returned. examples: those it used, if asked. rest: other state that has changed, as it
+    is after the step. rates: the optimizers' settings. raw: the gradients of the backward pass, on one device. calls,
+    modules: what batch normalization and each module got, for the driver."""
 
     changes: list[Arrays]
     grads: list[Arrays] = field(default_factory=list)
     losses: list[np.ndarray] = field(default_factory=list)
     examples: Shards = ()
+    rest: list[Arrays] = field(default_factory=list)
+    rates: list[dict[str, float]] = field(default_factory=list)
+    raw: list[Arrays] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    modules: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -61,12 +70,28 @@ class Session:
 
 
 class Driver:
-    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch."""
+    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch. infers: whether
+    `split` only infers the examples from gradients. still: the claim and the reason if no step changes anything.
+    uneven: whether a batch can be uneven. notes: for the user, after `checks`. advice: what to do in this framework,
+    for {what is wrong}."""
 
     unit = "device"
     divides = "the step"
+    infers = False
+    still = "update", "the steps on one device do not change the parameters; assign in place"
     image_shape: Sequence[int] = (1, 28, 28)
     classes = 10
+    uneven = True
+    advice: Mapping[str, str] = {
+        "not summed": "sum them before the update",
+        "replicas": "sum all gradients before the update",
+        "statistics": "average them, or send those of the first to the others",
+        "left": "set them to 0 after each update",
+    }
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return []
 
     def batch(self, i: int, n: int) -> Any:
         """Batch i, of n examples. Here, random images and labels."""
@@ -85,12 +110,29 @@ class Driver:
         """Take a step with each batch on k devices, with a fresh copy of the user's code.
 
         double: in float64. shards: for each batch, what batch normalization sees at a time. seed: of the random numbers
-        that a step draws. clear: set gradients that a step leaves to 0. Facts: "normalized": whether the network
-        has batch normalization; "statistics": the names of its running statistics; "synced": whether a step makes them
-        equal; "low": the lowest precision that is used; "how": for the user; "left": whether a step leaves gradients;
-        "reason": why the step cannot be compared.
+        that a step draws. clear: set gradients that a step leaves to 0. clips: False: no gradient is clipped. Facts:
+        "normalized": whether the network has batch normalization; "statistics": the names of its running statistics;
+        "synced": those that a step makes equal, or True for all; "params": what is trained, if known; "low": the lowest
+        precision that is used; "how": for the user; "left": whether a step leaves gradients; "reason": why the step
+        cannot be compared.
         """
         raise NotImplementedError
+
+    def clips(self) -> bool:
+        """Whether a step has clipped gradients."""
+        return False
+
+    def missed(self) -> list[str]:
+        """Lines, conditions and limits that no step has reached."""
+        return []
+
+    def stress(self) -> dict[str, dict[str, Any]]:
+        """What may reach them: options of `run`."""
+        return {}
+
+    def begins(self, k: int, batches: Sequence[Any], **options: Any) -> str:
+        """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
+        return ""
 
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
         """What else can be said after the steps on k devices, most important first. is_wrong: if they differ."""
@@ -150,30 +192,35 @@ def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool =
 
 
 class _Comparison:
-    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first.
-    ignored: the running statistics; unsynced: those that the step itself must make equal."""
+    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first. first:
+    the first step that changes something. weak: why not all steps were taken in float64. ignored: the running
+    statistics; unsynced: those that the step itself must make equal. left_out: arrays that are not compared."""
 
     def __init__(self, driver: Driver, k: int, steps: int, even: bool, report: Report) -> None:
         self.driver, self.k, self.steps, self.even, self.unit = driver, k, steps, even, driver.unit
         self.how, self.notes = report.how, report.notes
-        n = -(-EXAMPLES // k) * k
-        self.sizes = [n] * steps + [n + 1]
-        self.batches = [driver.batch(i, size) for i, size in enumerate(self.sizes)]
-        self.shards: list[Shards] | None = None
+        self.first, self.shards, self.left_out = 0, list[Shards](), set[str]()
+        self._draw(steps)
+
+    def _draw(self, steps: int) -> None:
+        n, self.steps = -(-EXAMPLES // self.k) * self.k, steps
+        self.sizes = [n] * steps + [n + 1] * self.driver.uneven
+        self.batches = [self.driver.batch(i, size) for i, size in enumerate(self.sizes)]
 
     def claims(self) -> Iterator[Claim]:
         yield from self._on_one()
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
-        shapes = [{n: np.array(a.shape) for n, a in start.items()} for start in [*self.one.start, *self.several.start]]
-        reason = f"it has arrays of other shapes ({names_that_differ(shapes)}); leave what is divided out of the state"
-        yield "compared", reason if names_that_differ(shapes) else ""
+        yield "compared", self._leave_out()
         names = names_that_differ(self.several.start)
         reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
         yield "start", reason if names else ""
         names = names_that_differ([*self.one.start[:1], *self.several.start[:1]])
         reason = f"it starts with other parameters ({names}); draw them with the same seed in every {self.unit}"
         yield "compared", reason if names else ""
+        if self.several.steps:
+            reason = f"float64 fails ({self.weak}), and the rounding of {self.low} hides mistakes"
+            yield "compared", reason if self.weak and self.low != "float32" else ""
         wrong = self._first_wrong()
         if wrong and self.even and wrong[0] == self.steps:
             self.notes.append(f"warning: uneven batches are wrong: {wrong[2]}")
@@ -181,41 +228,95 @@ class _Comparison:
         if not wrong:
             yield from self._right()
         yield from self.driver.checks(self.k, bool(wrong))
+        for note in self.driver.notes:
+            self._note(note)
         stale = "a step uses the gradients of an earlier batch; update with those of its own"
+        if wrong and self.weak and self.several.steps:
+            wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
         yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
+
+    def _run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
+        """Take steps; put together what is divided among the devices, and leave out what is not compared."""
+        session = self.driver.run(k, batches, **options)
+        whole = self.one.start[0] if self.one.start else {}
+        for devices, extra in [(session.start, 0), *((step.changes, 0) for step in session.steps)] + [
+            (step.grads, 1) for step in session.steps
+        ]:
+            for name in [*devices[0]] if k > 1 and devices else ():
+                join_parts(devices, name, whole.get(name), extra)
+            for arrays in devices:
+                for name in self.left_out & {*arrays}:
+                    del arrays[name]
+        return session
+
+    def _leave_out(self) -> str:
+        """Leave out the arrays that are others on one device. Returns a reason if these are parameters."""
+        starts = [*self.one.start, *self.several.start]
+        if len(starts) < 2:
+            return ""
+        shapes = [{name: a.shape for name, a in start.items()} for start in starts]
+        every = dict.fromkeys(name for of_device in shapes for name in of_device)
+        names = [name for name in every if len({of_device.get(name) for of_device in shapes}) > 1]
+        params = {*(self.one.facts.get("params") or every)} | {*(self.several.facts.get("params") or ())}
+        if {*names} & params or len(names) == len(every) > 0:
+            return f"it has arrays of other shapes ({some(names)}); leave what is divided out of the state"
+        self.left_out = {*names}
+        for session in (self.one, self.several, *self.double):
+            for devices in [session.start, *(s.changes for s in session.steps), *(s.grads for s in session.steps)]:
+                for arrays in devices:
+                    for name in self.left_out & {*arrays}:
+                        del arrays[name]
+        if names:
+            self.notes.append(f"warning: not compared, because the {UNITS[self.unit]} divide it: {some(names)}")
+        return ""
 
     def _on_one(self) -> Iterator[Claim]:
         """Whether there is a step on one device to compare with."""
         self.one = one = self.driver.run(1, self.batches)
         yield "compared", one.facts.get("reason") or ""
         yield "runs", one.failure if len(one.steps) < self.steps else not_finite(one.steps[0])
-        moves = [any(a.any() for a in step.changes[0].values()) for step in one.steps]
-        reason = f"the steps on one {self.unit} do not change the parameters; assign in place"
-        yield "update", "" if any(moves) else reason
+        if not any(map(moves, one.steps)):
+            steps = self.steps
+            self._draw(MOST)
+            one = self.driver.run(1, self.batches)
+            self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
+            claim, reason = self.driver.still
+            yield claim, "" if any(map(moves, one.steps)) else reason
+            self._draw(self.first + steps)
+            self.one = one = self.driver.run(1, self.batches)
+        self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
+        yield "update", ""
         other = self.driver.take(self.batches[0], [0] * self.sizes[0])
-        again = self.driver.run(1, [self.batches[0], other], seed=1)
+        again = self.driver.run(1, [*self.batches[: self.first + 1], other], seed=1)
         same = [not names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
         reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
-        yield "repeatable", "" if same[:1] == [True] else reason
-        self.is_stale = same[1:] == moves[1:2] == [True]
+        yield "repeatable", "" if same[: self.first + 1] == [True] * (self.first + 1) else reason
+        after = self.first + 1
+        self.is_stale = same[after:] == [moves(step) for step in one.steps[after : after + 1]] == [True]
 
     def _take_steps(self) -> None:
         driver, batches = self.driver, self.batches
-        if self.one.facts.get("normalized"):
+        is_normalized = self.one.facts.get("normalized")
+        if is_normalized:
             found = [driver.split(self.k, batch, size) for batch, size in zip(batches, self.sizes)]
             self.shards = [self._parts(examples, size) for examples, size in zip(found, self.sizes)]
-            self.one = driver.run(1, batches, shards=self.shards)
             self.how.append(f"batch normalization of the examples of each {self.unit}")
-        self.several = driver.run(self.k, batches)
+        self.several = self._run(self.k, batches)
+        if is_normalized:
+            self.one = self._run(1, batches, shards=self.shards)
         self.double = [Session(), Session()]
         if self.several.steps:
-            self.double = [driver.run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
+            self.double = [self._run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
+        pairs = zip(self.double, (self.several, self.one))
+        short = [double for double, single in pairs if len(double.steps) < min(len(single.steps), self.steps)]
+        self.weak = short[0].failure or "it takes too long" if short else ""
         self.in_double = all(session.steps for session in self.double)
         facts = [session.facts for session in (self.one, self.several, *self.double)]
         self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
         self.how[:0] = dict.fromkeys(text for f in facts for text in f.get("how", []))
         self.ignored = {*(self.one.facts.get("statistics") or ())}
-        self.unsynced = set() if self.several.facts.get("synced") else self.ignored
+        synced = self.several.facts.get("synced") or ()
+        self.unsynced = set() if synced is True else self.ignored - {*synced}
 
     def _parts(self, examples: Shards | None, n: int) -> Shards:
         """The examples of each device, if they are known, or those that it would usually have."""
@@ -231,24 +332,42 @@ class _Comparison:
                 only = f"only with uneven batches ({self.sizes[i]} examples): " if uneven else ""
                 return i, claim, only + self.several.failure
             if self._differs(i):
-                if i == 0 or uneven:
+                if i <= self.first or uneven:
                     return i, *self._diagnose(i)
-                return i, "update", f"only the first update is that of one {self.unit}; {LEFT}"
+                return i, "update", self._later(i)
+        if len(self.one.steps) == self.steps:
+            self.notes.append(
+                f"warning: uneven batches ({self.sizes[-1]} examples) are not compared, because they fail on one "
+                f"{self.unit}: {self.one.failure}"
+            )
         return None
+
+    def _sides(self, i: int) -> tuple[Step, Step, bool]:
+        """Step i on several devices and on one, and whether both are in float64."""
+        double = all(len(session.steps) > i for session in self.double)
+        several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
+        return several, one, double
 
     def _differs(self, i: int) -> bool:
         """Whether step i on several devices is another one."""
-        double = all(len(session.steps) > i for session in self.double)
-        several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
+        several, one, double = self._sides(i)
         statistics = [{n: change[n] for n in self.unsynced} for change in self.several.steps[i].changes]
         losses = _losses(several.losses, one.losses, self.sizes[i])
-        return bool(names_that_differ(statistics) or losses or self._updates_differ(several, one, double))
+        return bool(names_that_differ(statistics) or losses or self._wrong_arrays(several, one, double))
 
-    def _updates_differ(self, several: Step, one: Step, double: bool) -> bool:
-        ignored = self.ignored | (_without_gradient([*one.grads, *several.grads]) if double else set())
+    def _wrong_arrays(self, several: Step, one: Step, double: bool) -> list[str]:
+        ignored = self.ignored | self._without_gradient([*one.grads, *several.grads], double)
         expected = {name: a for name, a in one.changes[0].items() if name not in ignored}
         bound = self.bounds(expected, double)
-        return any(far(change, expected, bound) for change in several.changes)
+        wrong = {name for change in several.changes for name in far(change, expected, bound)}
+        return [name for name in expected if name in wrong]
+
+    def _without_gradient(self, grads: Sequence[Arrays], double: bool) -> set[str]:
+        """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization.
+        Adam makes a large step of them."""
+        names = grads[0] if grads and double and self.one.facts.get("adaptive", True) else ()
+        sizes = {n: [norm(g.get(n, 0)) / (norm(flat(g, [*g])) or 1) for g in grads] for n in names}
+        return {n for n, of_name in sizes.items() if 0 < max(of_name) < 1e-10}
 
     def bounds(self, expected: Arrays, double: bool, parts: Sequence[Arrays] = ()) -> dict[str, float]:
         """How far rounding can move each array (a norm). parts: what an update is the sum of."""
@@ -258,45 +377,93 @@ class _Comparison:
             bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
         return bound
 
+    def _rates(self, several: Step, one: Step, i: int) -> str:
+        """Whether an optimizer has other settings, such as the learning rate."""
+        for key, value in one.rates[0].items() if one.rates else ():
+            found = [rates.get(key, value) for rates in several.rates]
+            wrong = [rank for rank, rate in enumerate(found) if abs(rate - value) > 1e-9 * abs(value)]
+            if wrong:
+                setting = "learning rate" if key.startswith("lr ") else key.partition(" ")[0]
+                of = f" of {self.unit} {wrong[0]}" if len(wrong) < len(found) else ""
+                when, on = f" in step {i + 1}" if i else "", f"on {self.k} {UNITS[self.unit]}, and {value:g} on one"
+                return f"the {setting}{of} is {found[wrong[0]]:g}{when} {on}; use the same one on any number"
+        return ""
+
+    def _later(self, i: int) -> str:
+        """What is wrong with step i, if the steps before were right."""
+        several, one, double = self._sides(i)
+        wrong = self._wrong_arrays(several, one, double)
+        right = [name for name, a in one.changes[0].items() if name not in wrong and a.any()]
+        if rates := self._rates(several, one, i):
+            pairs = [(grads, one.grads[0]) for grads in several.grads] if one.grads else []
+            if all(not far(*common(a, b), tolerances(b)) for a, b in pairs):
+                return rates
+        names = f" ({some(wrong)})" if wrong and right else ""
+        return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {LEFT}"
+
     def _diagnose(self, i: int) -> Claim:
-        """What is wrong with step i, taken by fresh copies of the code."""
-        driver, batch, n, k = self.driver, self.batches[i], self.sizes[i], self.k
-        shards = self.shards and [self.shards[i]]
+        """What is wrong with step i, taken by fresh copies of the code, after those before it if none has moved."""
+        driver, n, k, shards = self.driver, self.sizes[i], self.k, self.shards
+        chosen = slice(0 if i <= self.first else i, i + 1)
+        batches = self.batches[chosen]
+        of_batches = shards[chosen]
 
-        def taken(*sides: tuple[int, Any, list[Shards] | None]) -> list[Step]:
-            """A step on each side; empty if one fails."""
-            sessions = [driver.run(k, [some], double=self.in_double, shards=shards) for k, some, shards in sides]
-            return [session.steps[0] for session in sessions] if all(session.steps for session in sessions) else []
+        def taken(*sides: tuple[int, Any, Any], **options: Any) -> list[Step]:
+            """The last step on each side; empty if one fails."""
+            sessions = [self._run(k, some, double=self.in_double, shards=s, **options) for k, some, s in sides]
+            complete = all(len(session.steps) == len(batches) for session in sessions)
+            return [session.steps[-1] for session in sessions] if complete else []
 
-        examples = driver.split(k, batch, n)
+        def is_right(some: Sequence[Any], **options: Any) -> bool:
+            both = taken((k, some, ()), (1, some, of_batches), **options)
+            return bool(both) and not self._wrong_arrays(both[0], both[1], self.in_double)
+
+        examples = driver.split(k, batches[-1], n)
         if examples and (reason := wrong_split(examples, n, driver.divides, self.unit)):
             return "devices", reason
         parts = self._parts(examples, n)
-        alone = [(1, driver.take(batch, part), None) for part in parts]
-        steps = taken((k, batch, None), (1, batch, shards), *alone)
+        alone = [(1, [driver.take(batch, part) for batch in batches], ()) for part in parts]
+        steps = taken((k, batches, ()), (1, batches, of_batches), *alone)
         if not steps:
             return "update", f"the update differs from that of one {self.unit}"
         evidence = Evidence(self, parts, *[step.changes for step in steps])
         replicas = evidence.replicas_differ()
+        of_grads = None
         if all(step.grads and step.grads[0] for step in steps):
             # what the optimizer got is a sum, even if what it makes of it is none
             of_grads = Evidence(self, parts, *[step.grads for step in steps])
             evidence = of_grads if of_grads.is_wrong() else evidence
+        if evidence is not of_grads and (rates := self._rates(steps[0], steps[1], i)):
+            return "update", rates
         if own := evidence.not_summed():
             return "sum", own
-
-        def is_right_if_alike() -> bool:
-            alike = driver.take(batch, [0] * n)
-            both = taken((k, alike, None), (1, alike, shards))
-            return bool(both) and not self._updates_differ(both[0], both[1], self.in_double)
-
         cause = "update", f"the update differs in step {i + 1}; {LEFT}"
         if evidence.is_wrong():
-            cause = evidence.update(is_right_if_alike, _are_means(steps[0].losses, steps[1].losses))
+            tests = {
+                "alike": lambda: is_right([driver.take(batch, [0] * n) for batch in batches]),
+                "unclipped": lambda: driver.clips() and is_right(batches, clips=False),
+                "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
+                "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
+            }
+            cause = evidence.update(tests, _are_means(steps[0].losses, steps[1].losses))
         losses = _losses(steps[0].losses, steps[1].losses, n)
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
         return ("replicas", replicas) if replicas else cause
+
+    def _is_no_sum(self, whole: Step, alone: Sequence[Step], parts: Shards) -> bool:
+        """Whether, on one device, the gradients of the shards do not add up to those of the batch."""
+        if not whole.raw or not whole.raw[0] or not all(step.raw and step.raw[0] for step in alone):
+            return False
+        total, raws = whole.raw[0], [step.raw[0] for step in alone]
+        names = [name for name in total if all(name in raw for raw in raws)]
+        shares = [len(part) / sum(map(len, parts)) for part in parts]
+        sums = [
+            {n: np.sum([w * raw[n] for w, raw in zip(of, raws)], axis=0) for n in names}
+            for of in (shares, [1] * len(raws))
+        ]
+        expected = {name: total[name] for name in names}
+        return all(far(some, expected, self.bounds(expected, self.in_double, raws)) for some in sums)
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
@@ -306,21 +473,34 @@ class _Comparison:
             self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
         if self.one.facts.get("left"):
-            cleared = self.driver.run(1, self.batches, clear=True, shards=self.shards)
+            cleared = self._run(1, self.batches, clear=True, shards=self.shards)
             pairs = zip(cleared.steps[:2], self.one.steps[:2])
             if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
-                left = "a step adds to the gradients of the step before; call zero_grad after each update"
+                left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
         yield "update", left
         examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
-        yield "devices", wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
+        split = wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
+        if split and self.driver.infers:
+            self.notes.append(f"warning: {split}, unless this is meant; the update is right")
+            split = ""
+        yield "devices", split
         for claim in ("sum", "losses", "replicas"):
             yield claim, ""
-        if not self.in_double:
-            self.notes.append(f"compared only in float32, because float64 fails: {self.double[0].failure}")
-            return
-        several, one, exact = (s.steps[0].changes[0] for s in (self.several, self.one, self.double[1]))
-        names = [name for name in exact if name not in self.ignored]
-        apart, of_one = (distance(change, exact, names) for change in (several, one))
+        self._compare_rest()
+        if self.weak:
+            self.how.append(
+                f"compared only in float32, because float64 fails ({self.weak}), so that a mistake of less than "
+                f"{TOLERANCE['float32']:g} of the update is not seen"
+            )
+        else:
+            yield from self._rounding()
+        yield from self._under_stress()
+
+    def _rounding(self) -> Iterator[Claim]:
+        """Whether float32 and float64 differ by rounding."""
+        several, one, exact = (s.steps[self.first].changes[0] for s in (self.several, self.one, self.double[1]))
+        names, trim = [name for name in exact if name not in self.ignored], self.one.facts.get("adaptive", True)
+        apart, of_one = (distance(change, exact, names, trim) for change in (several, one))
         numbers = f"{apart:.1e} on {self.k} {UNITS[self.unit]}, {of_one:.1e} on one"
         self.notes.append(f"distance from the same step in float64: {numbers}")
         if self.low != "float32":
@@ -333,6 +513,52 @@ class _Comparison:
         reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
         yield "update", reason if apart > max(1e-2, rounding, 8 * of_one) else ""
 
+    def _compare_rest(self) -> None:
+        """Warn of other state, such as a moving average in an attribute, that changes otherwise than on one device."""
+        i = self.steps - 1
+        several, one, double = self._sides(i)
+        own, others = list[str](), list[str]()
+        for name, value in one.rest[0].items() if one.rest else ():
+            found = [rest.get(name, np.zeros(0)) for rest in several.rest]
+            if any(a.shape != value.shape for a in found):
+                continue
+            limit = TOLERANCE["float64" if double else self.low] * max(norm(value), *map(norm, found))
+            if all(norm(a - value) <= limit for a in found):
+                continue
+            if all(norm(a - found[0]) <= limit for a in found):
+                others.append(name)
+            elif name in self.one.facts.get("others", ()):
+                own.append(name)
+        advice = "if evaluation, a checkpoint or a later step uses it"
+        if own:
+            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
+        if others:
+            self._note(f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}")
+
+    def _under_stress(self) -> Iterator[Claim]:
+        """Whether the step is right, too, if it reaches lines and limits that it did not reach."""
+        if not self.driver.missed():
+            return
+        for text, options in self.driver.stress().items():
+            sides = [(self.k, ()), (1, self.shards[: self.first + 1])]
+            batches = self.batches[: self.first + 1]
+            several, one = (self._run(k, batches, double=True, shards=s, **options) for k, s in sides)
+            is_finite = len(one.steps) == len(batches) and not not_finite(one.steps[-1])
+            if not is_finite or several.late or any(map(not_finite, one.steps)):
+                continue
+            if len(several.steps) < len(batches):
+                yield "several", f"{text}: {several.failure}"
+            elif names := self._wrong_arrays(several.steps[-1], one.steps[-1], True):
+                advice = "decide, clip and scale after the sum, with numbers that are the same everywhere"
+                yield "update", f"{text}, the update differs from that of one {self.unit} ({some(names)}); {advice}"
+        if missed := self.driver.missed():
+            self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
+
+    def _note(self, note: str) -> None:
+        """Add a note, unless it was added for another number of devices."""
+        if note not in self.notes:
+            self.notes.append(note)
+
 
 class Evidence:
     """A step on several devices, on one, and with the examples of each device alone: what changed, or the gradients
@@ -341,11 +567,15 @@ class Evidence:
     def __init__(
         self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
     ) -> None:
-        self.unit, self.devices = of.unit, [f"{of.unit} {rank}" for rank in range(of.k)]
+        self.unit, self.advice, self.devices = of.unit, of.driver.advice, [f"{of.unit} {rank}" for rank in range(of.k)]
         self.changes, self.alone, self.unsynced = several, [arrays for [arrays] in alone], of.unsynced
         everywhere = [*self.changes, *self.alone]
-        self.names = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
+        known = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
+        self.names = [n for n in known if all(arrays[n].shape == whole[0][n].shape for arrays in everywhere)]
         self.whole = {name: whole[0][name] for name in self.names}
+        # an optimizer's gradients may be known of some arrays only
+        changed = {n for step in of.one.steps for n, a in step.changes[0].items() if a.any()} - of.ignored
+        self.every = {*self.names, *changed}
         # a share of what they do alone, unless the step computes sums
         self.sizes = [len(part) for part in parts]
         shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
@@ -366,9 +596,8 @@ class Evidence:
         """Whether each device updates with its own gradients only."""
         wrong = [self.wrong(change) for change in self.changes]
         own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.names) else f" for {_some(own)}"
-        advice = "sum them in place, before the update (in DDP, in the last backward pass)"
-        return f"each {self.unit} updates with its own gradients{of}; {advice}" if own else ""
+        of = "" if len(own) == len(self.every) else f" for {some(own)}"
+        return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
 
     def _is_own(self, name: str, rank: int) -> bool:
         """Whether a device's update of an array uses only the gradients of its own examples."""
@@ -387,28 +616,28 @@ class Evidence:
             if right:
                 advice = "update each with the sum, in the same way"
                 return f"only the step of {', '.join(right)} is right ({names}); {advice}"
-            advice = "sum all gradients before the update, as DDP does in a backward pass that is not in no_sync"
-            return f"after a step, the replicas have different parameters ({names}); {advice}"
+            return f"after a step, the replicas have different parameters ({names}); {self.advice['replicas']}"
         names = names_that_differ([{n: change[n] for n in self.unsynced} for change in self.changes])
-        advice = "average or broadcast them, as DDP does"
-        return f"the replicas have different running statistics ({names}); {advice}" if names else ""
+        return f"the replicas have different running statistics ({names}); {self.advice['statistics']}" if names else ""
 
-    def update(self, is_right_if_alike: Callable[[], bool], are_means: bool) -> Claim:
-        """What a wrong update looks like. is_right_if_alike: whether it is right if all examples are the same.
-        are_means: whether the losses are the means of the shards."""
+    def update(self, tests: dict[str, Callable[[], Any]], are_means: bool) -> Claim:
+        """What a wrong update looks like. tests: whether it is right if all examples are alike, or unclipped; whether
+        the loss is no sum; where the difference begins. are_means: whether the losses are the means of the shards."""
         change = max(self.changes, key=lambda change: len(self.wrong(change)))
         wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
         if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
-            return "update", f"the update is not finite ({_some(infinite)})"
+            return "update", f"the update is not finite ({some(infinite)})"
+        if tests["unclipped"]():
+            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = "the update" + _where(elements, whole)
+        where = "the update" + _where(elements, whole, self.every)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
         if weights is not None:
             used = [i for i in range(k) if abs(weights[i]) > 1e-3]
             if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
                 names = ", ".join(self.devices[i] for i in used)
-                where = f"the update of {_some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
+                where = f"the update of {some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
                 return "sum", f"{where} uses only the gradients of {names}; add those of the others"
             if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
                 sizes = ", ".join(map(str, self.sizes))
@@ -429,13 +658,23 @@ class Evidence:
                 advice = "add the gradients, and divide only by the size of the batch"
             return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
         total = self._sum(self.parts)
-        if self.wrong(total) and not self.wrong(change, total):
+        is_of_parts = bool(self.wrong(total)) and not self.wrong(change, total)
+        is_scaled = weights is not None and np.abs(weights - 1).max() > 5e-5
+        if tests["no sum"]():
+            cause = (
+                f"on one {unit}, the gradients of the shards do not add up to those of the batch, so the loss is no "
+                "sum over examples: it may have a mean over tokens, weights, negatives of others, or statistics of a "
+                f"shard; add numerators and denominators over the {UNITS[unit]}, or gather what it needs, with "
+                "gradients"
+            )
+            return "update", f"{where} differs: {cause}{tests['begins']()}"
+        if is_of_parts:
             cause = (
                 "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
                 "random numbers that others draw, too"
             )
-            return "update", f"each {unit} changes its gradients before the sum: {cause}; sum first"
-        if weights is not None and np.abs(weights - 1).max() > 5e-5:
+            return "update", f"each {unit} changes its gradients{where[10:]} before the sum: {cause}; sum first"
+        if weights is not None and is_scaled:
             terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
             advice = "each shard must count once; look for clipping or scaling before the sum"
             if np.abs(weights - 1).max() < 0.05:
@@ -452,10 +691,10 @@ class Evidence:
             by = f"by {more[worst]:.1g} for {worst}"
             advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
             advice += "keep float32 until the sum is complete"
-        elif is_right_if_alike():
+        elif tests["alike"]():
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
-        return "update", f"{where} differs from that of one {unit}, {by}; {advice}"
+        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{tests['begins']()}"
 
 
 def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
@@ -483,15 +722,37 @@ def not_finite(step: Step) -> str:
     if not wrong:
         return ""
     value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
-    where = "losses" if wrong[0] == "losses" else f"gradients ({_some(wrong)})"
+    where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
 
 
-def _without_gradient(grads: Sequence[Arrays]) -> set[str]:
-    """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization. Adam
-    makes a large step of them."""
-    names = grads[0] if grads else ()
-    return {n for n in names if all(norm(g.get(n, 0)) < 1e-10 * norm(flat(g, [*g])) for g in grads)}
+def moves(step: Step) -> bool:
+    """Whether a step changes something on the first device."""
+    return any(a.any() for a in step.changes[0].values())
+
+
+def join_parts(devices: list[Arrays], name: str, whole: np.ndarray | None, extra: int) -> None:
+    """Put an array together, if each device has a part of it. extra: axes before those of the array."""
+    parts = [arrays[name] for arrays in devices if name in arrays]
+    if whole is None or len(parts) < len(devices) or any(part.shape[extra:] == whole.shape for part in parts):
+        return
+    flat_parts = [part.reshape(*part.shape[:extra], -1) for part in parts]
+    if sum(part.shape[-1] for part in flat_parts) == whole.size and len({p.shape[:-1] for p in flat_parts}) == 1:
+        joined = np.concatenate(flat_parts, axis=-1).reshape(*flat_parts[0].shape[:-1], *whole.shape)
+        for arrays in devices:
+            arrays[name] = joined
+
+
+def common(first: Arrays, second: Arrays) -> tuple[Arrays, Arrays]:
+    """The arrays that both have, in the same shape."""
+    names = [name for name, a in second.items() if name in first and first[name].shape == a.shape]
+    return {name: first[name] for name in names}, {name: second[name] for name in names}
+
+
+def tolerances(arrays: Arrays) -> dict[str, float]:
+    """How far arrays of float64 may be apart."""
+    least = 1e-2 * norm(flat(arrays, [*arrays]))
+    return {name: TOLERANCE["float64"] * max(norm(a), least) for name, a in arrays.items()}
 
 
 def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
@@ -514,11 +775,11 @@ def equal_losses(losses: np.ndarray, expected: np.ndarray) -> bool:
     return losses.shape == expected.shape and np.allclose(np.sort(losses), np.sort(expected), rtol=1e-4, atol=1e-4)
 
 
-def distance(change: Arrays, expected: Arrays, names: Sequence[str]) -> float:
-    """How far an update is from another, relative to its size; without the tenth of the elements that are farthest,
-    because an optimizer such as Adam makes a large step of a gradient that is 0 except for rounding."""
+def distance(change: Arrays, expected: Arrays, names: Sequence[str], trim: bool = True) -> float:
+    """How far an update is from another, relative to its size. trim: without the tenth of the elements that are
+    farthest, because an optimizer such as Adam makes a large step of a gradient that is 0 except for rounding."""
     error = np.sort(np.abs(flat(change, names) - flat(expected, names)))
-    return norm(error[: len(error) - len(error) // 10]) / (norm(flat(expected, names)) or 1)
+    return norm(error[: len(error) - trim * len(error) // 10]) / (norm(flat(expected, names)) or 1)
 
 
 def norm(array: Any) -> float:
@@ -531,15 +792,17 @@ def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
 
 def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
     """The arrays that differ by more than a bound, or are not finite."""
-    return [name for name, array in expected.items() if not norm(change[name] - array) <= bound[name]]
+    return [n for n, array in expected.items() if n in change and not norm(change[n] - array) <= bound[n]]
 
 
-def _where(wrong: Arrays, expected: Arrays) -> str:
-    """In which arrays an update is wrong, or in which part of one; empty: in most. wrong: for each element."""
-    if sum(mask.sum() for mask in wrong.values()) > 0.5 * sum(np.count_nonzero(value) for value in expected.values()):
+def _where(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
+    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element.
+    every: the names of what changes."""
+    right = [name for name in every - {*wrong} if name not in expected or expected[name].any()]
+    if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
-    return " of " + _some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
+    return " of " + some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
 
 
 def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
@@ -552,7 +815,7 @@ def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.n
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -561,4 +824,4 @@ def names_that_differ(devices: Sequence[Arrays]) -> str:
     if not devices:
         return ""
     first, *others = devices
-    return _some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])
+    return some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

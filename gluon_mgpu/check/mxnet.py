@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -24,23 +24,31 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 import gluon_mgpu.check.judge as judge
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
+from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
-from gluon_mgpu.data.batches import restored_afterward, seed_generators
+from gluon_mgpu.check.trainer import own_trainer
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.model import read_arrays
 from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
+from gluon_mgpu.training.seeds import restored_afterward, seed_generators
+from gluon_mgpu.training.step import average_running_stats
+from gluon_mgpu.training.workers import Group
 
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", "lenet")
 LR = 0.7  # not 1, so that a power of it is another number
 STEPS = 2
+CREATE = ("zeros", "ones", "full", "array")
+DRAW = ("normal", "uniform", "randn")
 
 
-def compare(
+def compare_lesson(
     lesson: ModuleType | str,
     ctx: list[Context],
     config: Config | None = None,
@@ -48,17 +56,22 @@ def compare(
     classes: int = 10,
     steps: int = STEPS,
     even: bool = False,
+    numbers: Sequence[int] = (),
+    own_trainer: bool = True,
 ) -> Report:
-    """Take steps with a lesson's `train_batch` on ctx and on ctx[0], and check what a step must do.
+    """Take steps with a lesson's `train_batch` on several devices and on ctx[0], and check what a step must do.
 
     lesson: a lesson, its name or path. ctx: at least two devices. config: only its network, and how the network is
-    computed, are used. image_shape, classes: see `create_model`.
+    computed, are used. image_shape, classes: see `create_model`. numbers: how many of the devices to compare, one
+    number after the other; default: all of them. own_trainer: step with the gluon.Trainer that the lesson's `train`
+    creates, instead of that of `gluon-mgpu train`.
     """
     if len(ctx) < 2:
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
     load = functools.partial(fresh_copy, lesson)
     with restored_afterward():
-        return judge.compare(MXNet(load, ctx, config or Config(), image_shape, classes), [len(ctx)], steps, even)
+        driver = MXNet(load, ctx, config or Config(), image_shape, classes, own_trainer)
+        return judge.compare(driver, numbers or [len(ctx)], steps, even)
 
 
 def fresh_copy(lesson: ModuleType | str) -> ModuleType:
@@ -91,10 +104,16 @@ def _codes(function: Any) -> list[Any]:
 
 
 class MXNet(Driver):
-    """The driver. called: what the steps have called. examples: how many the network computed on each device in a step
-    on several. placed: what is wrong with the places of the replicas."""
+    """The driver. ctx: the most devices. called: what the steps have called. examples: how many the network computed on
+    each device in a step on several. placed: what is wrong with the places of the replicas. done: what has run of the
+    file's functions."""
 
     divides = "split_and_load"
+    advice = {
+        **Driver.advice,
+        "not summed": "sum them in place, before the update (a gluon.Trainer with kvstore=None sums nothing)",
+        "left": "write them (grad_req='write'), or call zero_grad after each update",
+    }
 
     def __init__(
         self,
@@ -103,12 +122,14 @@ class MXNet(Driver):
         config: Config,
         image_shape: Sequence[int],
         classes: int,
+        own_trainer: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
+        self.own_trainer, self.done = own_trainer, reached.Done()
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
-        lessons.check_settings(self.as_trained, lesson)
+        lessons.describe(lesson).check_settings(self.as_trained)
         self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
@@ -117,10 +138,27 @@ class MXNet(Driver):
             return None
         try:
             for first in (10**7, 10**6):  # of the first batch, nothing may come back in the second
-                shards = lesson.split_and_load(nd.arange(first, first + n), self.ctx[:k])
+                shards = _divided(lesson, nd.arange(first, first + n), self.ctx[:k], first)
         except Exception:  # the step fails, too
             return None
-        return [(shard.asnumpy() - first).astype(int).tolist() for shard in shards if shard.size]
+        return shards
+
+    def _divided_alike(self, k: int) -> str:
+        """Whether `split_and_load` divides images as it divides labels."""
+        lesson, n = self.load(), judge.EXAMPLES + 1
+        if not self._is_called(lesson.split_and_load):
+            return ""
+        for count in (1, k):
+            numbers = nd.arange(1, n + 1)
+            images = nd.ones((n, *self.image_shape)) * numbers.reshape((-1, *[1] * len(self.image_shape)))
+            try:
+                pairs = zip(*(sum(_divided(lesson, data, self.ctx[:count], 1), []) for data in (images, numbers)))
+            except Exception as error:
+                return f"split_and_load fails for {n} images or labels: {where(error)}"
+            if wrong := next((f"image {image} gets label {label}" for image, label in pairs if image != label), ""):
+                advice = "divide images and labels in the same way"
+                return f"split_and_load changes their order: {wrong} on {count} {log.plural(count, 'device')}; {advice}"
+        return ""
 
     def model(self, k: int, double: bool = False) -> Any:
         """The model of a fresh lesson on k devices."""
@@ -130,7 +168,8 @@ class MXNet(Driver):
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
         if double and isinstance(model, ArrayModel):
             params = [p.astype("float64") for p in model.device_params[0]]
-            model.device_params = [lesson.get_params(params, c) for c in ctx]
+            with _in_double():  # it may create other arrays, too
+                model.device_params = [lesson.get_params(params, c) for c in ctx]
         elif double and isinstance(model, GluonModel):
             model.net.cast("float64")
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
@@ -148,22 +187,34 @@ class MXNet(Driver):
     ) -> Session:
         session, dtype = Session(), "float64" if double else "float32"
         try:
-            with _without_dropout(session.facts):
+            with ExitStack() as stack:
+                stack.enter_context(_without_dropout(session.facts))
                 model = self.model(k, double)
-                stats, net = [*model.running_stats], getattr(model, "net", None)
+                stack.enter_context(_in_double() if double else nullcontext())
+                data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
+                self._prepare(model, data[0], lr, session.facts)
+                net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+                stats = [*model.running_stats]
+                grads = list[dict[str, list[np.ndarray]]]()
                 session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
                 session.start = _arrays(model)
                 if k > 1 and not double:
                     self.placed = self._misplaced(model)
                 model.load(spread(session.start[0]))
-                for i, (X, y) in enumerate(batches):
+                if net is not None:
+                    _note_gradients(model, grads)
+                for i, (X, y) in enumerate(data):
                     seed_generators(1000 * seed + i)
                     before, examples = _arrays(model), Counter[Context]()
                     if shards and k == 1:
                         model.net = _ByShard(net, shards[i])
-                    with _watched(model.lesson, net, self.called, examples):
-                        losses = model.step(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype), lr)
+                    with _watched(model.lesson, net, self.called, examples), reached.traced(self.done):
+                        losses = self._step(model, X, y, lr)
                     session.add(before, _arrays(model), [shard.asnumpy().reshape(-1) for shard in losses])
+                    session.steps[-1].grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
+                    session.steps[-1].rest = kept(model.lesson, model.ctx, net=net, trainer=trainer)
+                    session.facts["others"] = [*session.steps[-1].rest[0]]
+                    grads.clear()
                     if k > 1:
                         self.examples = examples or Counter({shard.context: shard.size for shard in losses})
         except Exception as error:
@@ -172,18 +223,43 @@ class MXNet(Driver):
             session.failure = where(error)
         return session
 
+    def _prepare(self, model: Any, batch: Any, lr: float, facts: dict[str, Any]) -> None:
+        """Give a model the Trainer of its lesson, with this learning rate."""
+        if not isinstance(model, GluonModel):
+            return
+        model.trainer.set_learning_rate(lr)
+        if self.own_trainer:
+            try:
+                model.trainer = own_trainer(model, lr, batch)
+            except Error as error:
+                facts["how"] = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
+        model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in model.ctx]
+
+    @staticmethod
+    def _step(model: Any, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        """A step of the model, but the Trainer keeps its learning rate."""
+        if not isinstance(model, GluonModel):
+            return model.step(X, y, lr)
+        losses = model.lesson.train_batch(X, y, model.net, model.ctx, model.trainer)
+        average_running_stats(model, losses, X.shape[0], Group())
+        return losses
+
+    def missed(self) -> list[str]:
+        return reached.missed(self.done)
+
     def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
+        self.notes.clear()
         lesson = self.load()
-        yield "devices", self.placed or self._idle()
+        yield "devices", self.placed or self._idle(k) or self._divided_alike(k)
         yield "called", self._not_called(lesson)
         if not is_wrong:
-            yield "losses", self._losses(max(4 * k, judge.EXAMPLES))
+            yield "losses", self._losses(k, max(4 * k, judge.EXAMPLES))
             yield "update", self._changed_alone()
-            yield "accuracy", self._accuracy()
+            yield "accuracy", self._accuracy(k)
 
     def _misplaced(self, model: Any) -> str:
         """Whether each replica is on its own device."""
-        for i, c in enumerate(self.ctx):
+        for i, c in enumerate(model.ctx):
             arrays = model.arrays(i).values()
             places = {a.context for a in arrays} | {a.grad.context for a in arrays if a.grad is not None}
             if places != {c}:
@@ -191,9 +267,9 @@ class MXNet(Driver):
                 return f"the replica of {c} is on {others}; copy the parameters to each device, as in p.copyto(ctx)"
         return ""
 
-    def _idle(self) -> str:
+    def _idle(self, k: int) -> str:
         """Whether each device computes examples."""
-        idle = ", ".join(str(c) for c in self.ctx if not self.examples[c])
+        idle = ", ".join(str(c) for c in self.ctx[:k] if not self.examples[c])
         if not idle or not self.examples:
             return ""
         used = ", ".join(str(c) for c in self.examples)
@@ -213,17 +289,26 @@ class MXNet(Driver):
                 return f"{name} is not called; the step calls {other}.{name}; {advice}"
         return ""
 
-    def _losses(self, n: int) -> str:
+    def _losses(self, k: int, n: int) -> str:
         """Whether a step returns a loss for each example, computed before the update."""
         batch = self.batch(0, n)
-        sessions = [self.run(k, [batch], lr=lr) for k, lr in ((1, LR), (1, LR * 1e-6), (len(self.ctx), LR))]
+        sessions = [self.run(count, [batch], lr=lr) for count, lr in ((1, LR), (1, LR * 1e-6), (k, LR))]
         if failures := [session.failure for session in sessions if session.failure]:
             return f"a step on {n} examples fails: {failures[0]}"
         one, still, several = (np.concatenate(session.steps[0].losses) for session in sessions)
         if not len(one) == len(several) == n:
             return f"a step on {n} examples returns {several.size} losses; return one for each example"
-        changed = "losses are computed with parameters that this step has changed; update last"
-        return "" if judge.equal_losses(one, still) else changed
+        if not judge.equal_losses(one, still):
+            return "losses are computed with parameters that this step has changed; update last"
+        halves = [self.run(1, [self.take(batch, range(i, n, 2))]) for i in (0, 1)]
+        if not sessions[0].facts["normalized"] and all(half.steps for half in halves):
+            alone, found = (np.sort(np.concatenate(some)) for some in ([h.steps[0].losses[0] for h in halves], [one]))
+            if judge.fitted(found, [alone], 1e-3 * judge.norm(found)) is None:
+                self.notes.append(
+                    "warning: an example's loss depends on the other examples of the batch; if the network does not "
+                    "mix examples, look for labels of other images"
+                )
+        return ""
 
     def _changed_alone(self) -> str:
         """Whether `allreduce` leaves the array of a single device as it is, also if it is called again. If not, a step
@@ -241,8 +326,8 @@ class MXNet(Driver):
             return "with one device, allreduce changes the gradients; leave a single array unchanged"
         return "" if same[1] else "allreduce adds what an earlier call left; start each sum from 0"
 
-    def _accuracy(self) -> str:
-        k, rng = len(self.ctx), np.random.default_rng(0)
+    def _accuracy(self, k: int) -> str:
+        rng = np.random.default_rng(0)
         one, several = self.model(1), self.model(k)
         start = spread(_arrays(one)[0])
         for model in (one, several):
@@ -263,6 +348,30 @@ def spread(arrays: Arrays) -> Arrays:
 
 def _arrays(model: Any) -> list[Arrays]:
     return [{n: a.astype(np.float64) for n, a in read_arrays(model, i).items()} for i in range(len(model.ctx))]
+
+
+def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) -> list[list[int]]:
+    """The indices of the examples of each shard of a batch. data: an example's number in each of its elements. first:
+    that of the first."""
+    shards = [shard.asnumpy() for shard in lesson.split_and_load(data, ctx)]
+    return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
+
+
+def _note_gradients(model: GluonModel, grads: list[dict[str, list[np.ndarray]]]) -> None:
+    """Note the gradients on each device of which the Trainer makes updates, if the devices compute them."""
+    update = model.trainer._update
+
+    def noted(*args: Any, **options: Any) -> None:
+        if not model.trainer._update_on_kvstore:
+            nd.waitall()
+            trained = {name: p for name, p in model.parameters.items() if p.grad_req != "null"}
+            grads.extend({name: [] for name in trained} for _ in model.ctx[len(grads) :])
+            for c, of_device in zip(model.ctx, grads):
+                for name, p in trained.items():
+                    of_device[name].append(p.grad(c).asnumpy().astype(np.float64))
+        update(*args, **options)
+
+    model.trainer._update = noted
 
 
 @contextmanager
@@ -305,6 +414,28 @@ class _ByShard:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.net, name)
+
+
+@contextmanager
+def _in_double() -> Iterator[None]:
+    """Let new arrays be float64 where MXNet's default is float32. Random numbers are drawn in float32, so that they are
+    the same."""
+
+    def created(create: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: create(*args, **{"dtype": "float64", **options})
+
+    def drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def in_float32(*args: Any, **options: Any) -> Any:
+            array = draw(*args, **options)
+            return array if "out" in options or array.dtype != np.float32 else array.astype("float64")
+
+        return in_float32
+
+    with ExitStack() as stack:
+        for module, names, change in ((nd, CREATE, created), (nd.random, DRAW, drawn)):
+            for name in names:
+                stack.enter_context(patch.object(module, name, change(getattr(module, name))))
+        yield
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import re
 import signal
 import site
+import sys
 import sysconfig
 import time
 import traceback
@@ -138,9 +140,18 @@ def _run(function: Callable[[Send], None], end: Connection, parent: int) -> None
     os._exit(0)
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether a file of a traceback is the user's, not a library's."""
     return not file.startswith(LIBRARIES) and os.path.exists(file)
+
+
+def users_line() -> int:
+    """The line of the user's code that is running; 0 if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_lineno if frame else 0
 
 
 def where(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from gluon_mgpu.training.config import Config, Numbers
 OF_STEP = ("model", "hybridize", "tune")  # settings
 OF_LESSONS = (*OF_STEP, "gpus", "device", "dataset", "data_dir")  # settings for MXNet only
 OWN = {"default": None, "type": click.Choice(["own"]), "help": "own: take the shape and the classes of your own data."}
+DEVICES = {"default": None, "help": "Number of devices, or their indices. Default: 2, and then 3."}
 OF_FILES = ("processes", "seconds")  # options for PyTorch and JAX only
 CLAIMS = {
     "runs": "a step runs on one {unit}",
@@ -60,7 +61,7 @@ CLAIMS = {
     default=60,
     help="Time limit for a step in PyTorch; in JAX, five times that for all steps.",
 )
-@common.settings(*OF_LESSONS, gpus={"default": 2}, dataset=OWN)
+@common.settings(*OF_LESSONS, gpus=DEVICES, dataset=OWN)
 @click.pass_context
 def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
     """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of
@@ -77,8 +78,8 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     if options["data_dir"] is not None and options["dataset"] != "own":
         raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
-    ctx = devices.contexts(options["gpus"], options["device"])
-    from gluon_mgpu.check.mxnet import compare
+    ctx = devices.contexts(options["gpus"] or max(processes), options["device"])
+    from gluon_mgpu.check.mxnet import compare_lesson
     from gluon_mgpu.data import datasets
 
     shape, classes = datasets.IMAGE_SHAPE, 10
@@ -86,7 +87,11 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
         own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
     config = Config(impl=lesson, **{name: options[name] for name in OF_STEP})
-    _print_and_exit(context, lesson, compare(lesson, ctx, config, shape, classes, steps, even))
+    _print_and_exit(
+        context,
+        lesson,
+        compare_lesson(lesson, ctx, config, shape, classes, steps, even, [len(ctx)] if options["gpus"] else processes),
+    )
 
 
 def _print_and_exit(context: click.Context, lesson: str, report: Report) -> NoReturn:

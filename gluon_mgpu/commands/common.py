@@ -49,6 +49,10 @@ class Command(click.Command):
             if errors.caller.tracebacks:
                 traceback.print_exc()
             _report(error)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+            mpi.fail("the file ended the program with sys.exit() before this command was done", 1)
         finally:
             errors.caller = before
         sys.exit(status)

@@ -6,6 +6,7 @@ It must start even if NumPy or MXNet is missing or broken, so separate processes
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def findings(data_dir: str | Path | None = None) -> Iterator[Finding]:
             yield "ok", ", ".join(map(" ".join, wheels.items())) or f"{name}, not from a wheel"
     cores = startup.cores()
     yield "ok", f"{cores} {log.plural(cores, 'core')}; more CPU contexts than cores share them"
+    threads = os.environ.get("OMP_NUM_THREADS", str(startup.own_threads()))
+    yield "ok", f"number of threads of old programs: {threads}; OMP_NUM_THREADS changes it"
     if not works:
         return
     try:

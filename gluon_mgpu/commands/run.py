@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -14,8 +15,10 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.old import contexts, environment, packages, prepare
 from gluon_mgpu.support import log
-from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.errors import UsageError, command
 from gluon_mgpu.support.params import FILE
+
+LONGEST = 1000  # characters of a program and its arguments that an error repeats
 
 OPTIONS = (
     common.option(
@@ -63,7 +66,12 @@ def python_and_settings(
     requirements: str | None,
 ) -> tuple[str, prepare.Preparation]:
     """(the Python that runs the program, its settings). Makes the environment if there is none."""
-    settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir), here)  # a notebook runs elsewhere
+    given = {"--gpus": gpus, "--data-dir": data_dir, "--python": python, "--requirements": requirements}
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    words += [word for package in extra for word in ("--with", package)]
+    start = command(shlex.join(["run", *words, *(["--cpu"] if cpu else [])]))
+    # a notebook runs in another folder
+    settings = prepare.Preparation(gpus, data_dir and os.path.abspath(data_dir), here, (start, "..."))
     if not here:
         return str(environment.find_or_make(python, cpu, extra, requirements)), settings
     for name, value in (("extra", extra), ("requirements", requirements), ("python", python), ("cpu", cpu)):
@@ -123,9 +131,11 @@ def run(
         raise UsageError(None, arguments[0], "a notebook takes no arguments; omit it")
     if out and not is_notebook:
         raise UsageError("out", out, "works only with notebooks; omit it")
-    target = Path(out or program).absolute().parent
-    if is_notebook and not os.access(target, os.W_OK):
-        raise UsageError("out", out or program, f"cannot write to the folder {target}; use another folder")
+    target = os.path.realpath(out or program)
+    if is_notebook:
+        for path in (os.path.dirname(target), *([target] if os.path.exists(target) else [])):
+            if not os.access(path, os.W_OK):
+                raise UsageError("out", out or program, f"cannot write to {path}; use another folder")
     if not is_module and program != "-" and not os.path.exists(program):
         raise UsageError(None, program, "no such file")
     if os.path.isfile(program) and b"SyncBatchNorm" in Path(program).read_bytes():
@@ -134,6 +144,9 @@ def run(
     if not (is_module or options["here"] or options["requirements"]) and beside.is_file():
         log.say(f"packages in {beside} are not installed; --requirements {shlex.quote(str(beside))} adds them")
     python, settings = python_and_settings(**options)
+    after = shlex.join([*(["--out", out] if out else []), *(["-m"] if is_module else []), program, *arguments])
+    if len(after) < LONGEST:
+        settings = dataclasses.replace(settings, start=(settings.start[0], after))
     if is_notebook:
         words = ["-m", "gluon_mgpu.old.notebook", program, out or program]
     else:

@@ -63,12 +63,14 @@ class Plan(NamedTuple):
     """What to prepare MXNet for. contexts: number of contexts that compute at the same time; None: several.
 
     processes: number of processes that share this machine's cores. may_serve: whether this process may be one of
-    MXNet's parameter servers, which `import mxnet` runs until they are killed.
+    MXNet's parameter servers, which `import mxnet` runs until they are killed. own_threads: whether a single context
+    uses MXNet's own number of threads, so that results are those without this package; otherwise, it uses all cores.
     """
 
     contexts: int | None = None
     processes: int = 1
     may_serve: bool = False
+    own_threads: bool = False
 
 
 _plan = Plan()
@@ -91,6 +93,10 @@ def _prepared_for_mxnet(module: ModuleType) -> Iterator[None]:
         from gluon_mgpu.compat import mxnet2
 
         mxnet2.restore(module)
+    elif not _stock:
+        from gluon_mgpu.compat import pooling
+
+        pooling.install(module)
     if not _stock:  # another library may have loaded OpenMP before
         check_contexts([module.cpu(i) for i in range(_plan.contexts or 1)])
     _repeat_lost_interrupts()
@@ -246,7 +252,16 @@ def openmp_threads() -> int:
     thread = threading.Thread(target=lambda: counts.append(gomp.omp_get_max_threads()))
     thread.start()
     thread.join()
-    return counts[0]
+    if "OMP_NUM_THREADS" in os.environ:
+        return counts[0]
+    return min(counts[0], own_threads())
+
+
+def own_threads() -> int:
+    """The number of OpenMP threads that MXNet 1.9.1 uses if OMP_NUM_THREADS is not set (src/engine/openmp.cc)."""
+    most = os.environ.get("MXNET_OMP_MAX_THREADS", "")
+    half = cores() // 2 if platform.machine() in ("x86_64", "AMD64") else 0
+    return (int(most) if most.isdecimal() else half) or cores()
 
 
 def _one_thread_computes() -> bool:
@@ -260,8 +275,9 @@ def _set_threads(contexts: int | None, processes: int) -> None:
     alone = contexts == 1 and _one_thread_computes()
     fewer = [name for name in FEWER_THREADS if name in os.environ]
     if alone and not fewer:
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        if not asked.strip().isdecimal() or not 1 <= int(asked) <= MOST_THREADS:
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")  # with one number for each level of nesting
+        valid = all(number.strip().isdecimal() and 1 <= int(number) <= MOST_THREADS for number in asked)
+        if not valid and not _plan.own_threads:
             _put("OMP_NUM_THREADS", str(max(1, cores() // processes)), "it is not a valid thread count")
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

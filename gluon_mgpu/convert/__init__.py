@@ -8,9 +8,11 @@ Each target is a module that writes files and computes scores from these files. 
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import keyword
 import os
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +22,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
-from gluon_mgpu.convert.exported import Exported, from_files, from_run, last_line
+from gluon_mgpu.convert.exported import Exported, from_files, from_run, has_lengths, last_line
 from gluon_mgpu.support.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Exported", "check_prefix", "from_files", "from_run", "save"]
@@ -39,18 +41,27 @@ def check_prefix(to: str, prefix: str) -> list[Path]:
         raise UsageError(None, prefix or repr(prefix), f"must end with a name, such as {path / 'lenet'}")
     if to == "pytorch" and not (path.name.isidentifier() and not keyword.iskeyword(path.name)):
         raise UsageError(None, prefix, "cannot be the name of a Python module; use a name such as lenet")
-    if to == "pytorch" and importlib.util.find_spec(path.name):  # such as torch
-        raise UsageError(None, prefix, f"{path.name}.py would hide an installed module; use a name such as lenet")
     if not path.parent.is_dir():
         raise UsageError(None, prefix, f"folder {path.parent} does not exist")
     files = [Path(prefix + suffix) for suffix in TARGETS[to].SUFFIXES]
     for file in files:
         if os.path.lexists(file):
             raise UsageError(None, prefix, f"{file} already exists; use another prefix")
+    if to == "pytorch" and _is_installed(path.name):
+        raise UsageError(None, prefix, f"{path.name}.py would hide an installed module; use a name such as lenet")
+    if to == "pytorch" and (path / "__init__.py").exists():
+        raise UsageError(None, prefix, f"the package {path} would hide {path.name}.py; use another name")
     if missing:
         advice = f"required packages are missing: {', '.join(missing)}; docs/convert.md shows how to install them"
         raise UsageError("to", to, advice)
     return files
+
+
+def _is_installed(name: str) -> bool:
+    """Whether Python has a module of this name, such as torch, outside the current folder."""
+    folders = [folder for folder in sys.path if Path(folder).resolve() != Path.cwd()]
+    spec = importlib.machinery.PathFinder.find_spec(name, folders)
+    return name in sys.builtin_module_names or spec is not None and spec.origin is not None
 
 
 def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) -> str:
@@ -73,7 +84,14 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
             near = error <= tolerance  # not if it is NaN
             if not near and not network.is_rounding(found):
                 what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
-                raise Error(f"{prefix}: {what}; nothing was written; a larger --tolerance accepts them")
+                ties = network.ties()
+                advice = "" if ties else "; a larger --tolerance accepts them"
+                raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
+            if to == "pytorch":
+                differing, uncompared = to_pytorch.differences(network, base, tolerance)
+                if differing:
+                    what = "; ".join(differing[:3]) + f"; and {len(differing) - 3} more" * (len(differing) > 3)
+                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except (OSError, mx.MXNetError) as failure:
@@ -88,8 +106,12 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
     difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
+    if to == "pytorch" and uncompared:
+        report += f"gradients were not compared ({uncompared})\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
+    if any(map(has_lengths, network.graph["nodes"])):
+        report += "MXNet ignores the lengths of recurrent layers on CPUs, so the check used full lengths\n"
     if {*batches} == {1}:
         report += "the files accept only one example at a time\n"
     if damaged := [name for name, array in network.params.items() if np.isnan(array).any()]:

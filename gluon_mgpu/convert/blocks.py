@@ -42,7 +42,7 @@ class Layer:
     state: dict[str, np.ndarray]  # by PyTorch's names; a parameter and a buffer have the name ""
     words: tuple[str, ...] | None = None  # the arguments of a block
     buffer: bool = False
-    frozen: bool = False  # its weight is constant
+    frozen: tuple[str, ...] = ()  # its parameters that do not train
     evaluated: bool = False  # it is always in evaluation mode
     shared: list[tuple[str, Parameter]] = field(default_factory=list)  # its parameters that belong to other layers
     alone: bool = True  # it shares no parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import math
@@ -32,16 +33,21 @@ from gluon_mgpu.support.errors import Error, UsageError
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
+LARGER_BATCHES = (*range(2, 33), 64, 100, 128, 256)  # batch sizes for which a graph may be written
 FLOATS = ("float16", "float32", "float64")
-# Training layers, whose second input is the labels, and the operators that compute their outputs from the first input
-LOSSES = {
+# Operators that are replaced by others, which compute their outputs from the first input: training layers, whose second
+# input is the labels, and one for sparse arrays
+REPLACED = {
+    "_square_sum": ("square", "sum"),
     "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
     "LogisticRegressionOutput": ("sigmoid",),
     **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
+    **dict.fromkeys(("MakeLoss", "make_loss", "IdentityAttachKLSparseReg"), ("_copy",)),  # only their gradients differ
 }
 
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
-# the size of an axis of the first input, or "length"}. Operators have their simple names.
+# the size of an axis of the first input, "length", or "all" for the length of the longest sequence}. Operators have
+# their simple names.
 INDICES: dict[str, dict[int, str]] = {
     "embedding": {0: "input_dim"},
     "onehot": {0: "depth"},
@@ -89,6 +95,29 @@ class Exported:
     def np_shape(self) -> Any:
         """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
         return np_shape(bool(self.graph["attrs"].get("is_np_shape", ["int", 0])[1]))
+
+    @functools.cached_property
+    def constants(self) -> set[str]:
+        """The parameters that are no variables of the training: Gluon's constants, and integers."""
+        nodes = {node["name"]: node.get("attrs", {}) for node in self.graph["nodes"] if node["op"] == "null"}
+        return {
+            name
+            for name, array in self.params.items()
+            if array.dtype != np.float32 or nodes.get(name, {}).get("__init__", "").startswith("Constant_")
+        }
+
+    @functools.cached_property
+    def frozen(self) -> set[str]:
+        """The parameters that MXNet does not change: their learning rate is 0, or batch normalization ignores them."""
+        multipliers = ("lr_mult", "__lr_mult__", "grad_mult", "__grad_mult__")
+        found = set[str]()
+        for node in self.graph["nodes"]:
+            attrs = node.get("attrs", {})
+            if node["op"] == "null" and any(_is_zero(attrs.get(key, "1")) for key in multipliers):
+                found.add(node["name"])
+            if simple(node["op"]) in ("batchnorm", "syncbatchnorm") and attrs.get("fix_gamma", "True") in TRUE:
+                found.add(self.graph["nodes"][node["inputs"][1][0]]["name"])
+        return found & self.params.keys()
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
@@ -170,23 +199,54 @@ class Exported:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
-    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
-        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+    def graph_in_float64(self) -> Graph:
+        """The graph with float64 instead of float32."""
         nodes = [dict(node) for node in self.graph["nodes"]]
         for node in nodes:
             default = "" if node["op"] == "null" else attributes(node["op"]).get("dtype", ("", ""))[1]
             if node.get("attrs", {}).get("dtype", default) == "float32":
                 node["attrs"] = {**node.get("attrs", {}), "dtype": "float64"}
-        arrays = dict(zip(self.params, _doubled(self.params.values())))
-        double = replace(self, graph={**self.graph, "nodes": nodes}, params=arrays)
+        return {**self.graph, "nodes": nodes}
+
+    def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
+        """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
+        arrays = {name: as_float64(array) for name, array in self.params.items()}
+        double = replace(self, graph=self.graph_in_float64(), params=arrays)
         try:
-            exact = [Sample(X, double.predict(_doubled(X))) for X, _ in self.samples]
+            exact = [Sample(X, double.predict(map(as_float64, X))) for X, _ in self.samples]
             again = [self.predict(X) for X, _ in self.samples]
         except mx.MXNetError:  # some operators compute only in float32
             return False
         judge = replace(self, samples=exact)
         same = self.relative_error(again) < 1e-5  # the expected outputs are those of this graph
         return same and judge.relative_error(found) <= judge.relative_error(again)
+
+    def before(self, i: int) -> list[str]:
+        """The names, as in --output, of the outputs that a node takes, without the network's inputs and parameters."""
+        entries = [entry for entry in self.graph["nodes"][i]["inputs"] if self.graph["nodes"][entry[0]]["op"] != "null"]
+        return [self._until(entry).list_outputs()[0].removesuffix("_output") for entry in entries]
+
+    def _until(self, entry: list[int]) -> mx.sym.Symbol:
+        return as_symbol({**self.graph, "heads": [entry]})
+
+    def ties(self) -> list[str]:
+        """Describes the layers that order equal numbers, which MXNet and PyTorch do differently."""
+        found = []
+        for i, node in enumerate(self.graph["nodes"]):
+            attrs = node.get("attrs", {})
+            if node["op"] not in ("topk", "argsort") or attrs.get("ret_typ") == "value":
+                continue
+            axis = parse("int", attrs.get("axis", "-1"))
+            for X, _ in self.samples:
+                [values] = self.evaluate(self._until(node["inputs"][0]), X)
+                if (np.diff(np.sort(values, axis), axis=-1 if axis is None else axis) == 0).any():
+                    names = " ".join(f"--output {name}" for name in self.before(i))
+                    found.append(
+                        f"{node['op']!r} layer {node['name']!r} orders equal numbers"
+                        + f"; {names} converts the part before it" * bool(names)
+                    )
+                    break
+        return found
 
     def worst_input(self, found: list[list[np.ndarray]]) -> str:
         """Describes the sample whose outputs differ most."""
@@ -281,6 +341,12 @@ def from_files(
                 return network
             except (mx.MXNetError, ValueError) as error:
                 errors.append(error)
+    for n in LARGER_BATCHES:
+        for network.batch_axes in candidates:
+            with contextlib.suppress(mx.MXNetError, ValueError):
+                _draw(network, given, (n,))
+                advice = f"accepts only a batch of {n}; networks for one batch size above 1 cannot be converted"
+                raise UsageError(None, symbol_file, advice)
     advice = f"{symbol_file} does not accept a batch of inputs of this shape ({last_line(errors[0])})"
     if isinstance(errors[0], mx.MXNetError):
         advice += "; if the batch is not the first axis, write n for it, such as 35,n,200"
@@ -345,10 +411,10 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         attrs = node.get("attrs", {})
         attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
         attrs.pop("__dtype__", None)
-        if simple(node["op"]) == "batchnorm" and attrs.get("fix_gamma", "True") in TRUE:
-            name = nodes[node["inputs"][1][0]]["name"]
-            if name in network.params:
-                network.params[name] = np.ones_like(network.params[name])  # MXNet ignores the file's value
+        if "batchnorm" in simple(node["op"]) and attrs.get("fix_gamma", "True") in TRUE:
+            gamma, *others = (nodes[i]["name"] for i, *_ in node["inputs"][1:])
+            if known := [network.params[name] for name in (gamma, *others) if name in network.params]:
+                network.params[gamma] = np.ones_like(known[0])  # MXNet ignores the file's value
     inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in network.params}
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
@@ -386,11 +452,17 @@ def _checked(graph: Graph) -> tuple[Graph, list[list[str]]]:
     return {"nodes": nodes, "heads": entries(graph["heads"]), "attrs": dict(graph.get("attrs", {}))}, names
 
 
+def _is_quantized(op: str) -> bool:
+    return "quantize" in op or op.startswith("_sg_mkldnn")
+
+
 def _output_names(node: dict[str, Any]) -> list[str]:
     """The names of a node's outputs, or one name if MXNet does not know the operator."""
     name = node["name"]
     if node["op"] == "null":
         return [name]
+    if _is_quantized(node["op"]):  # with the smallest and the largest number
+        return [f"{name}_output", f"{name}_min", f"{name}_max"]
     sources = [{"op": "null", "name": f"input {i}", "inputs": []} for i in range(len(node["inputs"]))]
     alone = {**node, "inputs": [[i, 0, 0] for i in range(len(sources))]}
     try:
@@ -424,9 +496,12 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
             needed.update(j for j, *_ in nodes[i]["inputs"])
     moved = {i: k for k, i in enumerate(sorted(needed))}
     for i in moved:
+        layer = "{op!r} layer {name!r}".format(**nodes[i])
         if nodes[i]["op"] != "null" and not is_known(nodes[i]["op"]):
             advice = f"is not in MXNet {mx.__version__}; --output NAME converts the part before it"
-            raise UsageError(None, "{op!r} layer {name!r}".format(**nodes[i]), advice)
+            raise UsageError(None, layer, advice)
+        if _is_quantized(nodes[i]["op"]):
+            raise UsageError(None, layer, "is quantized; convert the network from which it was quantized")
     kept = [{**nodes[i], "inputs": [[moved[j], *rest] for j, *rest in nodes[i]["inputs"]]} for i in moved]
     return {
         **graph,
@@ -437,23 +512,24 @@ def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -
 
 
 def _without_losses(graph: Graph) -> Graph:
-    """Replace layers that compute losses by what they output, so that labels are no longer inputs."""
+    """Replace the operators in REPLACED, so that labels are no longer inputs."""
     nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
     for node in graph["nodes"]:
         inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
-        if node["op"] in LOSSES:
+        if node["op"] in REPLACED:
             attrs, first = node.get("attrs", {}), inputs[0]
-            ops, axis = LOSSES[node["op"]], None
+            ops, last = REPLACED[node["op"]], attrs if node["op"] == "_square_sum" else {}
             if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
-                ops, axis = ("softmax",), "-1" if attrs.get("preserve_shape") in TRUE else "1"
+                ops, last = ("softmax",), {"axis": "-1" if attrs.get("preserve_shape") in TRUE else "1"}
             for op in ops:
                 name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
-                nodes.append({"op": op, "name": name, "attrs": {"axis": axis} if axis else {}, "inputs": [first]})
+                nodes.append({"op": op, "name": name, "attrs": last if op == ops[-1] else {}, "inputs": [first]})
                 first = [len(nodes) - 1, 0, 0]
-            if len(ops) > 1:
+            if ops[-1] == "reshape_like":
                 nodes[-1]["inputs"].append(inputs[0])  # the shape
         else:
-            nodes.append({**node, "inputs": inputs})
+            op = node["op"].replace("_contrib_SparseEmbedding", "Embedding")
+            nodes.append({**node, "op": op, "inputs": inputs})
         moved.append(len(nodes) - 1)
     heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
     graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
@@ -465,7 +541,10 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
     nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
     for node in nodes:
         attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
-        for position, sizes in INDICES.get(simple(node["op"]), {}).items():
+        positions = INDICES.get(simple(node["op"]), {})
+        if has_lengths(node):
+            positions = {len(inputs) - 1: "all"}
+        for position, sizes in positions.items():
             if position >= len(inputs):  # no lengths
                 continue
             dtype = "int32" if simple(node["op"]) == "softmax" else "float32"
@@ -475,14 +554,19 @@ def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[i
                 kind, default = attributes(node["op"]).get("axis", ("int", "0"))
                 axis = parse(kind, attrs.get("axis", default))
                 count = math.prod(inputs[0]) if axis is None or not inputs[0] else inputs[0][axis]
-            low, high = (1, count + 1) if sizes == "length" else (0, count)
+            low, high = {"length": (1, count + 1), "all": (count, count + 1)}.get(sizes, (0, count))
             source = node["inputs"][position][0]
             while simple(nodes[source]["op"]) in MOVES:
                 source = nodes[source]["inputs"][0][0]
             name = nodes[source]["name"]
-            _, other, _ = found.get(name, (0, high, ""))
-            found[name] = low, min(high, other), dtype
+            least, other, _ = found.get(name, (0, high, ""))
+            found[name] = max(low, least), min(high, other), dtype
     return found
+
+
+def has_lengths(node: dict[str, Any]) -> bool:
+    """Whether a node is a recurrent layer with the lengths of its sequences, which MXNet ignores on CPUs."""
+    return node["op"] == "RNN" and node.get("attrs", {}).get("use_sequence_length") in TRUE
 
 
 def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:
@@ -508,9 +592,18 @@ def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:
     return [nd.array(X, dtype=X.dtype) for X in inputs]
 
 
-def _doubled(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-    return [X.astype(np.float64) if X.dtype == np.float32 else X for X in arrays]
+def as_float64(X: np.ndarray) -> np.ndarray:
+    return X.astype(np.float64) if X.dtype == np.float32 else X
+
+
+def _is_zero(text: str) -> bool:
+    try:
+        return float(text) == 0
+    except ValueError:
+        return False
 
 
 def last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip()
+    """The last line of a message, without where it comes from in MXNet's source."""
+    line = str(error).strip().splitlines()[-1].strip()
+    return re.sub(r"\[[\d:]+\] \S+: (?=Check)|(?<=operator )\d+_", "", line)  # `shapes` numbers the operators

@@ -1,7 +1,13 @@
 """PyTorch code of operators that need several lines. to_pytorch.py copies the functions that a network uses."""
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+
+
+def scale_gradient(x, scale):
+    """x, with its gradient multiplied by scale."""
+    return x.detach() + scale * (x - x.detach())
 
 
 def softmax_of_lengths(x, lengths, dim):
@@ -31,6 +37,14 @@ def sequence_reverse(x, lengths):
     return x[torch.where(time < lengths, lengths - 1 - time, time), batch]
 
 
+def rnn_of_lengths(layer, x, lengths, states=None):
+    """Apply a recurrent layer to the first elements of each sequence. Its output is 0 after them."""
+    time = x.shape[1 if layer.batch_first else 0]
+    x = nn.utils.rnn.pack_padded_sequence(x, lengths.long().cpu(), layer.batch_first, enforce_sorted=False)
+    y, states = layer(x, states)
+    return nn.utils.rnn.pad_packed_sequence(y, layer.batch_first, total_length=time)[0], states
+
+
 def head(x, heads, i, parts):
     """Part i of the heads of (time, batch, heads * parts * size), as (batch * heads, time, size)."""
     x = x.reshape(x.shape[0], x.shape[1], heads, parts, -1)[:, :, :, i]
@@ -50,6 +64,42 @@ def affine_grid(theta, height, width):
     return (theta.reshape(-1, 2, 3) @ points).transpose(1, 2).reshape(-1, height, width, 2)
 
 
+def warp_grid(flow):
+    """Points (n, 2, height, width) of an image that is moved by a flow of pixels."""
+    height, width = flow.shape[2:]
+    x, y = (torch.arange(size, device=flow.device) for size in (width, height))
+    x, y = (flow[:, 0] + x) * 2 / (width - 1) - 1, (flow[:, 1] + y.unsqueeze(1)) * 2 / (height - 1) - 1
+    return torch.stack([x, y], 1)
+
+
+def correlation(x, y, kernel, displacement, stride, step, padding, multiply):
+    """Mean products, or differences, of patches of x and patches of y that are shifted: one channel for each shift."""
+    x, y = (F.pad(image, (padding,) * 4) for image in (x, y))
+    height, width = (size - 2 * displacement for size in x.shape[2:])
+    x, results = x[:, :, displacement : displacement + height, displacement : displacement + width], []
+    shifts = [displacement + k * step for k in range(-(displacement // step), displacement // step + 1)]
+    for top in shifts:
+        for left in shifts:
+            other = y[:, :, top : top + height, left : left + width]
+            results.append((x * other if multiply else (x - other).abs()).mean(1))
+    return F.avg_pool2d(torch.stack(results, 1), kernel, stride)
+
+
+def box_iou(a, b, corners):
+    """The area that each of the boxes a has in common with each of the boxes b, divided by the area of their union.
+
+    Boxes are (x1, y1, x2, y2), or a center and a size.
+    """
+    a, b = a.reshape(a.shape[:-1] + (1,) * (b.dim() - 1) + (4,)), b
+    if not corners:
+        a, b = (torch.cat([z[..., :2] - z[..., 2:] / 2, z[..., :2] + z[..., 2:] / 2], -1) for z in (a, b))
+    sizes = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
+    common = sizes.clamp(min=0).prod(-1)
+    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - common
+    return torch.where(union > 0, common / union, 0).detach()
+
+
+@torch.no_grad()  # as in MXNet
 def box_decode(x, anchors, scales, largest, corners):
     """Boxes (x1, y1, x2, y2) from their differences to anchors, which are corners, or a center and a size."""
     center, size = anchors.split(2, -1)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Union
 
 import numpy as np
@@ -21,10 +22,11 @@ from gluon_mgpu.convert.registry import attributes, parse, simple
 Rule = Union[str, Callable[..., str]]
 LOWEST = float(np.finfo(np.float32).min)
 # Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
-HARMLESS = """cudnn_off cudnn_tune ctx grad_scale height indices indices_or_sections input_dim is_int k key keep_highest
-    lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range ndev newshape no_bias normalization num_args
-    num_filter num_hidden num_outputs order output_dim reverse rhs_axes rhs_begin rhs_end scale_height scale_width
-    sections shape size sparse_grad state_outputs target_shape upper_bound use_length use_sequence_length valid_thresh
+HARMLESS = """cast_narrow copy ctx cudnn_off cudnn_tune grad_scale height indices indices_or_sections input_dim
+    is_int k keep_highest key lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range
+    ndev newshape no_bias normalization num_args num_filter num_hidden num_outputs optimize order
+    output_dim reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
+    sparse_grad state_outputs stype target_shape upper_bound use_length use_sequence_length valid_thresh
     width workspace""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
 
@@ -59,7 +61,6 @@ class Node:
     arrays: list[np.ndarray]  # values of the layer's parameters
     layer: str = ""  # the code that creates the layer
     state: dict[str, np.ndarray] = field(default_factory=dict)  # the layer's part of the state dict
-    frozen: bool = False  # whether the layer's weight is constant
     evaluated: bool = False  # whether the layer is always in evaluation mode
     nested: bool = False  # whether the layer returns (output, state)
     read: set[str] = field(default_factory=set)  # the attributes that were used
@@ -120,7 +121,7 @@ class Node:
         """Whether the operator has this attribute."""
         return key in attributes(self.op)
 
-    def word(self, key: str, *words: str | None) -> Any:
+    def word(self, key: str, *words: str | int | None) -> Any:
         """An attribute's value, which must be one of these words."""
         if self[key] not in words:
             raise Unsupported(f"{key}={self[key]!r} is not supported")
@@ -186,7 +187,7 @@ def convolution(node: Node, x: str, *weights: str) -> str:
     n, groups, transposed = len(node["kernel"]), node["num_group"], node.kind == "deconvolution"
     node.word("layout", None, *LAYOUTS)
     if transposed and any(node["target_shape"]):
-        raise Unsupported("target_shape is not supported")
+        raise Unsupported("MXNet cannot compute target_shape on CPUs; set pad and adj instead")
     options = {
         "stride": _short(node.sizes("stride", 1)),
         "padding": _short(node.sizes("pad", 0)),
@@ -217,44 +218,64 @@ def fully_connected(node: Node, x: str, *weights: str) -> str:
 
 
 def batch_norm(node: Node, x: str) -> str:
-    axis, eps = node["axis"] % node.rank, node["eps"]
+    axis, eps = node["axis"] % node.rank if "axis" in node else 1, node["eps"]
     momentum = float(f"{1 - node['momentum']:.6g}")  # PyTorch's momentum is the weight of the new value
     options = {"eps": _unless(1e-5, eps), "momentum": _unless(0.1, momentum)}
     layer = call(f"nn.BatchNorm{max(node.rank - 2, 1)}d", len(node.arrays[0]), **options)
     name = node.create(layer, "weight", "bias", "running_mean", "running_var")
-    node.frozen, node.evaluated = node["fix_gamma"], node["use_global_stats"]
+    node.read.add("fix_gamma")  # gamma is 1, and does not train
+    node.evaluated = node["use_global_stats"]
     code = call(name, x if axis == 1 else f"{x}.movedim({axis}, 1)")
-    return code if axis == 1 else f"{code}.movedim(1, {axis})"
+    code += "" if axis == 1 else f".movedim(1, {axis})"
+    return f"{code}.relu()" if node.kind == "batchnormwithrelu" else code
 
 
-def layer_norm(node: Node, x: str) -> str:
+def layer_norm(node: Node, x: str, *weights: str) -> str:
     axis, last = node["axis"] % node.rank, node.rank - 1
-    layer = node.create(call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"])), "weight", "bias")
-    return call(layer, x) if axis == last else f"{layer}({x}.movedim({axis}, {last})).movedim({last}, {axis})"
+    moved = x if axis == last else f"{x}.movedim({axis}, {last})"
+    if weights:
+        code = call("F.layer_norm", moved, f"({node.size(x, axis)},)", *weights, eps=_unless(1e-5, node["eps"]))
+    else:
+        layer = call("nn.LayerNorm", len(node.arrays[0]), eps=_unless(1e-5, node["eps"]))
+        code = call(node.create(layer, "weight", "bias"), moved)
+    return code if axis == last else f"{code}.movedim({last}, {axis})"
 
 
-def instance_norm(node: Node, x: str) -> str:
+def instance_norm(node: Node, x: str, *weights: str) -> str:
+    if weights:
+        return call("F.instance_norm", x, weight=weights[0], bias=weights[1], eps=node["eps"])
     layer = call(f"nn.InstanceNorm{node.rank - 2}d", len(node.arrays[0]), eps=node["eps"], affine=True)
     return call(node.create(layer, "weight", "bias"), x)
 
 
-def group_norm(node: Node, x: str) -> str:
+def group_norm(node: Node, x: str, *weights: str) -> str:
     groups = node["num_groups"]
-    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
-    return f"{layer}({x}.unflatten(1, ({groups}, -1))).flatten(1, 2)"
+    rows = f"{x}.unflatten(1, ({groups}, -1))"
+    if weights:
+        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.flatten(1, 2)"
+    layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
+    return f"{layer}({rows}).flatten(1, 2)"
 
 
-def embedding(node: Node, x: str) -> str:
-    layer = node.create(call("nn.Embedding", *node.arrays[0].shape), "weight")
+def embedding(node: Node, x: str, *weights: str) -> str:
     node.read.add("dtype")
-    return call(layer, f"{x}.long().clamp(0, {len(node.arrays[0]) - 1})")
+    count = node.inputs[1][0][0] if weights else len(node.arrays[0])
+    indices = f"{x}.long().clamp(0, {count - 1})"
+    if weights:
+        return call("F.embedding", indices, *weights)
+    return call(node.create(call("nn.Embedding", *node.arrays[0].shape), "weight"), indices)
 
 
-def leaky_relu(node: Node, x: str) -> str:
-    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu"), node["slope"]
+def leaky_relu(node: Node, x: str, *slopes: str) -> str:
+    kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    if kind == "prelu" and slopes:
+        return call("F.prelu", x, *slopes)
     if kind == "prelu":
         return call(node.create(call("nn.PReLU", node.arrays[0].size), "weight"), x)
+    if kind == "rrelu":
+        del node.outputs[1:]  # the slopes
+        return call("F.rrelu", x, node["lower_bound"], node["upper_bound"], "self.training")
     if kind == "leaky":
         return call("F.leaky_relu", x, negative_slope=slope)
     return call(f"F.{kind}", x, alpha=slope if kind == "elu" else None)
@@ -285,7 +306,9 @@ def rnn(node: Node, x: str, *states: str) -> str:
     parts = np.split(node.arrays[0], ends[:-1])
     node.arrays = [part.reshape(shape) for part, shape in zip(parts, shapes.values())]
     node.nested = True
-    return call(node.create(layer, *shapes), x, *([f"({', '.join(states)})"] if len(states) > 1 else states))
+    name, count = node.create(layer, *shapes), len(states) - node["use_sequence_length"]
+    given = [f"({', '.join(states[:count])})"] if count > 1 else states[:count]
+    return call("rnn_of_lengths", name, x, states[-1], *given) if node["use_sequence_length"] else call(name, x, *given)
 
 
 # Other operators
@@ -297,37 +320,75 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind = node.rank - 2, node.word("pool_type", "max", "avg")
-    node.word("layout", None, *LAYOUTS)
+    n, kind, old = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp"), node.kind == "poolingv1"
+    if kind == "lp" and node.word("p_value", 1, 2) == 1:
+        kind = "sum"  # MXNet takes no absolute values
+    if "layout" in node:
+        node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
-        return call(f"F.adaptive_{kind}_pool{n}d", x, 1)
+        pixels = _short(tuple(range(2, node.rank)))
+        if kind == "lp":
+            return call("torch.linalg.vector_norm", x, 2, pixels, keepdim=True)
+        return call(f"{x}.sum", pixels, keepdim=True) if kind == "sum" else call(f"F.adaptive_{kind}_pool{n}d", x, 1)
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
-    includes_pad = node["count_include_pad"] in (None, True)
+    includes_pad = "count_include_pad" not in node or node["count_include_pad"] in (None, True)
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
-    if not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads)):
+    if old and kind == "max" and any(pads):
+        x, pads = call("F.pad", x, tuple(p for pad in pads[::-1] for p in (pad, pad))), (0,) * n  # with zeros
+    alike = kind in ("max", "avg") and all(2 * p <= k for k, p in zip(kernel, pads)) and not (old and full)
+    if alike and (not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads))):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
         return call(f"F.{kind}_pool{n}d", x, **pool, count_include_pad=_unless(True, includes_pad or kind == "max"))
-    # Unlike PyTorch, MXNet also has windows that start after the last pixel. So the image is padded to hold them.
-    axes = reversed(list(zip(kernel, stride, pads, range(2, node.rank))))
-    widths = ", ".join(f"{p}, {p + s - 1} - ({x}.shape[{i}] + {2 * p - k + s - 1}) % {s}" for k, s, p, i in axes)
+    # PyTorch lacks large pads, and windows that start after the last pixel. So the image is padded before.
+    axes = [*zip(kernel, stride, pads, range(2, node.rank))][::-1]
+    ends = [f"{p + s - 1} - ({x}.shape[{i}] + {2 * p - k + s - 1}) % {s}" if full else str(p) for k, s, p, i in axes]
+    widths = f"({', '.join(f'{p}, {end}' for (_, _, p, _), end in zip(axes, ends))})"
+
+    def padded(values: str, **options: Any) -> str:
+        return call("F.pad", values, widths, **options) if full or any(pads) else values
+
     if kind == "max":
-        return call(f"F.max_pool{n}d", call("F.pad", x, f"({widths})", value=LOWEST), **pool)
+        return call(f"F.max_pool{n}d", padded(x, value=LOWEST), **pool)
+    if kind == "lp":
+        return call(f"F.lp_pool{n}d", padded(x), 2, **pool)
+    mean = call(f"F.avg_pool{n}d", padded(x), **pool)
+    if kind == "sum":
+        return f"{mean} * {math.prod(kernel)}"
+    if includes_pad and not full or old:
+        return mean
     if includes_pad and any(pads):
         raise Unsupported("pooling_convention='full' is not supported for this kernel, stride and pad")
-    sums, counts = (call("F.pad", values, f"({widths})") for values in (x, f"torch.ones_like({x})"))
-    return f"{call(f'F.avg_pool{n}d', sums, **pool)} / {call(f'F.avg_pool{n}d', counts, **pool)}.clamp(min=1e-6)"
+    return f"{mean} / {call(f'F.avg_pool{n}d', padded(f'torch.ones_like({x})'), **pool)}.clamp(min=1e-6)"
+
+
+# Sizes of BilinearResize2D. {0}: the image's size, {1}: multiplies it by the scale, such as " * 3 // 2"
+RESIZED = {
+    "size": "{0}{1}",
+    "odd_scale": "{0} // 2 * 2{1} + {0} % 2",
+    "to_even_down": "{0} // 2 * 2",
+    "to_even_up": "({0} + 1) // 2 * 2",
+    "to_odd_down": "({0} - 1) // 2 * 2 + 1",
+    "to_odd_up": "{0} // 2 * 2 + 1",
+}
 
 
 def resize(node: Node, x: str, *like: str) -> str:
-    node.read.add("mode")
-    *_, height, width = node.shape(x, *like)
-    if -1 in (height, width):
-        raise Unsupported("the size is neither a multiple nor a fraction of the image's size", fixed_size=True)
+    mode, sizes = node["mode"], list[Any]()
+    for axis, key in ((2, "height"), (3, "width")):
+        scale = node[f"scale_{key}"]
+        if mode == "like":
+            sizes.append(f"{like[0]}.shape[{axis}]")
+        elif mode == "size" and scale is None:
+            sizes.append(node[key])
+        else:
+            ratio = Fraction(scale or 1).limit_denominator(1000)
+            by = "".join(f" {sign} {n}" for sign, n in zip(("*", "//"), ratio.as_integer_ratio()) if n != 1)
+            sizes.append(RESIZED[mode].format(f"{x}.shape[{axis}]", by))
     options = {"mode": "'bilinear'", "align_corners": node["align_corners"]}
-    return call("F.interpolate", x, size=f"({height}, {width})", **options)
+    return call("F.interpolate", x, size=f"({sizes[0]}, {sizes[1]})", **options)
 
 
 def upsampling(node: Node, x: str, *others: str) -> str:
@@ -358,7 +419,10 @@ def crop(node: Node, x: str, *like: str) -> str:
 
 def pad(node: Node, x: str) -> str:
     mode = {"constant": None, "edge": "'replicate'", "reflect": "'reflect'"}[node["mode"]]
-    widths = node["pad_width"]  # two widths per axis; F.pad expects the last axis first
+    text = node.attrs["pad_width"]  # of mx.np: ((0, 0), (1, 2))
+    widths = parse("tuple", re.sub(r"[()]", "", text)) if node.op == "_npi_pad" else node["pad_width"]
+    node.read.add("pad_width")
+    # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
     if not any(widths):
         return x
@@ -375,14 +439,17 @@ def reshape(node: Node, x: str, *like: str) -> str:
     return call(f"{x}.reshape", *sizes)
 
 
-def index(*parts: Iterable[int | str | None]) -> str:
-    """The code for an index such as [:, 1:3]. parts: the start, stop and step of each axis."""
+def index(*parts: Iterable[int | str | None] | str) -> str:
+    """The code for an index such as [:, 1:3]. parts: the start, stop and step of each axis, or "..." for several."""
     words = []
     for part in parts:
+        if part == "...":
+            words.append(part)
+            continue
         start, stop, step = (*part, None, None, None)[:3]
         text = f"{'' if start in (None, 0) else start}:{'' if stop is None else stop}"
         words.append(text if step in (None, 1) else f"{text}:{step}")
-    while words and words[-1] == ":":
+    while words[:1] != ["..."] and words and words[-1] == ":":
         words.pop()
     return f"[{', '.join(words)}]" if words else ""
 
@@ -414,6 +481,8 @@ def split(node: Node, x: str) -> str:
         return call(f"{x}.unbind", axis)
     sizes = [shapes[0][axis] for shapes in node.outputs]
     if any(len({shape[axis] for shape in shapes}) > 1 for shapes in node.outputs):
+        if "sections" in node and not node["sections"]:
+            return call(f"{x}.tensor_split", tuple(node["indices"])[1:], axis)
         return call(f"{x}.chunk", len(sizes), axis)
     return call(f"{x}.split", sizes[0] if len(set(sizes)) == 1 else sizes, axis)
 
@@ -473,7 +542,7 @@ def reduction(function: str) -> Callable[..., str]:
     def rule(node: Node, x: str) -> str:
         axes, keep = node.axes(), node["keepdims"]
         if function == "prod" and len(axes) > 1:
-            raise Unsupported(f"the product over axes {axes} is not supported")
+            return x + "".join(f".prod({axis}, keepdim={keep})" for axis in axes[::-1])
         code = call(
             f"torch.{function}",
             x,
@@ -483,9 +552,18 @@ def reduction(function: str) -> Callable[..., str]:
             correction=_unless(1, node["ddof"]) if "ddof" in node else None,
         )
         to_scalar = len(axes) == node.rank and not keep
+        if node.op in ("_npi_std", "_npi_var"):
+            return f"{code}.detach()"  # MXNet's have no gradient
         return f"{code}.reshape(1)" if to_scalar and node.outputs[0][0] == (1,) else code
 
     return rule
+
+
+def np_norm(node: Node, x: str) -> str:
+    axis, keep = (parse(kind, node.attrs[key]) for kind, key in (("Shape", "axis"), ("boolean", "keepdims")))
+    if node.attrs["flag"] not in ("1", "-2"):  # the Euclidean norm of axes or of all numbers
+        raise Unsupported(f"ord={node.attrs['ord']!r} is not supported")
+    return call("torch.linalg.vector_norm", x, dim=axis, keepdim=_unless(False, keep))
 
 
 def arg_reduction(node: Node, x: str) -> str:
@@ -497,12 +575,15 @@ def arg_reduction(node: Node, x: str) -> str:
 
 
 def topk(node: Node, x: str) -> str:
-    kind = node.word("ret_typ", "indices", "value", "both")
-    size = node.outputs[0][0][node["axis"]]
+    kind = node.word("ret_typ", "indices", "value", "both", "mask")
+    size = node["k"] if kind == "mask" else node.outputs[0][0][node["axis"]]
     code = call(f"{x}.topk", size, node["axis"], largest=_unless(True, not node["is_ascend"]))
     if kind == "value":
         node.read.add("dtype")
         return f"{code}[0]"
+    if kind == "mask":
+        node.read.add("dtype")
+        return f"torch.zeros_like({x}).scatter({node['axis']}, {code}[1], 1)"
     return node.to_dtype(f"{code}[1]") if kind == "indices" else f"[part.to({x}.dtype) for part in {code}]"
 
 
@@ -527,13 +608,14 @@ def l2_normalization(node: Node, x: str) -> str:
     return f"{x} / ({total} + {node['eps']!r}).sqrt()"
 
 
-def matrix_product(node: Node, a: str, b: str) -> str:
+def matrix_product(node: Node, a: str, b: str, *added: str) -> str:
     if node.op == "dot" and (node.rank > 2 or len(node.inputs[1][0]) > 2):
         return call("torch.tensordot", a, b, dims=1)
     left = f"{a}.transpose(-2, -1)" if "transpose_a" in node and node["transpose_a"] else a
     right = f"{b}.transpose(-2, -1)" if "transpose_b" in node and node["transpose_b"] else b
     alpha = node["alpha"] if "alpha" in node else 1
-    return f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
+    code = f"{left} @ {right}" if alpha == 1 else f"{alpha!r} * ({left} @ {right})"
+    return "".join([code, *(f" + {node['beta']!r} * {c}" for c in added)])
 
 
 def in_range(node: Node, indices: str, size: int | str) -> str:
@@ -603,7 +685,8 @@ def attention(node: Node, x: str, y: str = "") -> str:
 def grid(node: Node, x: str, *loc: str) -> str:
     if node.op == "BilinearSampler":
         return f"F.grid_sample({x}, {loc[0]}.permute(0, 2, 3, 1), align_corners=True)"
-    node.word("transform_type", "affine")
+    if node.word("transform_type", "affine", "warp") == "warp":
+        return call("warp_grid", x)
     if node.op == "GridGenerator":
         return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
     node.read.add("sampler_type")
@@ -621,12 +704,67 @@ def diag(node: Node, x: str) -> str:
 
 def unfold(node: Node, x: str) -> str:
     sizes = [_short(node.sizes(key, default)) for key, default in (("dilate", 1), ("pad", 0), ("stride", 1))]
+    if node.op == "col2im":
+        return call("F.fold", x, node["output_size"], _short(node["kernel"]), *sizes)
     return call("F.unfold", x, _short(node["kernel"]), *sizes)
 
 
 def box_decode(node: Node, x: str, anchors: str) -> str:
     scales, largest = [node[f"std{k}"] for k in range(4)], node["clip"] if node["clip"] > 0 else -LOWEST
     return call("box_decode", x, anchors, scales, largest, node["format"] == "corner")
+
+
+def smooth_l1(node: Node, x: str) -> str:
+    squared = (node["scalar"] if "scalar" in node.attrs else 1.0) ** 2
+    return f"torch.where({x}.abs() < {1 / squared!r}, {squared / 2!r} * {x} * {x}, {x}.abs() - {0.5 / squared!r})"
+
+
+def correlation(node: Node, x: str, y: str) -> str:
+    sizes = [node[key] for key in ("kernel_size", "max_displacement", "stride1", "stride2", "pad_size")]
+    return call("correlation", x, y, *sizes, node["is_multiply"])
+
+
+def image_normalize(node: Node, x: str) -> str:
+    channels = node.inputs[0][0][-3]
+    mean, std = (
+        (node[key] * channels)[:channels] if len(node[key]) == 1 else node[key][:channels] for key in ("mean", "std")
+    )
+    return f"({x} - {_of_channels(mean, x)}) / {_of_channels(std, x)}"
+
+
+def _of_channels(values: tuple[float, ...], x: str) -> str:
+    return repr(values[0]) if len({*values}) == 1 else f"torch.tensor({[*values]}, device={x}.device).reshape(-1, 1, 1)"
+
+
+def image_resize(node: Node, x: str) -> str:
+    mode = {0: "'nearest'", 1: "'bilinear'"}.get(node["interp"])
+    if mode is None:
+        raise Unsupported(f"interp={node['interp']!r} is not supported")
+    if node["keep_ratio"] and len({shape[-3:-1] for shape in node.inputs[0]}) > 1:
+        raise Unsupported("keep_ratio is only supported for images of one size", fixed_size=True)
+    node.read.add("size")
+    images, last = (x, "") if node.rank == 4 else (f"{x}.unsqueeze(0)", ".squeeze(0)")
+    code = call("F.interpolate", f"{images}.permute(0, 3, 1, 2)", size=node.outputs[0][0][-3:-1], mode=mode)
+    return f"{code}.permute(0, 2, 3, 1){last}"
+
+
+def einsum(node: Node, *inputs: str) -> str:
+    node.read.add("subscripts")
+    if not re.fullmatch(r"[A-Za-z,.> -]+", subscripts := node.attrs["subscripts"]):
+        raise Unsupported(f"subscripts={subscripts!r} is not supported")
+    return call("torch.einsum", repr(subscripts), *inputs)
+
+
+def syrk(node: Node, a: str) -> str:
+    flipped = f"{a}.transpose(-2, -1)"
+    return f"{node['alpha']!r} * ({f'{flipped} @ {a}' if node['transpose'] else f'{a} @ {flipped}'})"
+
+
+def solve_triangular(node: Node, a: str, b: str) -> str:
+    flipped, alpha = node["transpose"], node["alpha"]
+    source = b if alpha == 1 else f"{alpha!r} * {b}"
+    sides = {"upper": node["lower"] == flipped, "left": _unless(True, not node["rightside"])}
+    return call("torch.linalg.solve_triangular", f"{a}.transpose(-2, -1)" if flipped else a, source, **sides)
 
 
 def deformable(node: Node, x: str, offset: str, *others: str) -> str:
@@ -639,7 +777,8 @@ def deformable(node: Node, x: str, offset: str, *others: str) -> str:
 
 
 LAYERS = (convolution, fully_connected, batch_norm, layer_norm, instance_norm, group_norm, embedding, leaky_relu, rnn)
-FUNCTIONAL = (convolution, fully_connected)  # they accept weights that are computed from the network's input
+# They accept weights that are computed or constant
+FUNCTIONAL = (convolution, fully_connected, layer_norm, instance_norm, group_norm, embedding, leaky_relu)
 UNARY = {
     **{
         name: f"torch.{name}"
@@ -675,7 +814,7 @@ BINARY = {
 }
 REDUCTIONS = {
     **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
-    "norm": "linalg.vector_norm",
+    **{"norm": "linalg.vector_norm", "all": "all", "any": "any"},
 }
 FLATTEN = "{0}.flatten(1)"
 RESHAPES = (FLATTEN, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
@@ -691,7 +830,37 @@ RULES: dict[str, Rule] = {
     "mod_scalar": "{0} % {scalar}",
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
-    **dict.fromkeys(("copy", "BlockGrad", "MakeLoss", "gradientmultiplier", "IdentityAttachKLSparseReg"), "{0}"),
+    **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
+    **dict.fromkeys(("copyto", "CrossDeviceCopy", "cast_storage", "identity_with_attr_like_rhs"), "{0}"),
+    **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
+    **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
+    **{
+        "image_to_tensor": lambda node, x: f"{x}.permute{(0, 3, 1, 2) if node.rank == 4 else (2, 0, 1)} / 255",
+        "image_normalize": image_normalize,
+        "image_resize": image_resize,
+    },
+    "image_crop": lambda node, x: (
+        x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
+    ),
+    "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
+    **{"box_iou": lambda node, a, b: call("box_iou", a, b, node["format"] == "corner")},
+    **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
+    "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
+    **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
+    **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
+    **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
+    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)", "rot90": "torch.rot90({0}, {k}, {axes})"},
+    **{
+        "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
+        "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
+    },
+    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "nan_to_num": "{0}.nan_to_num({nan}, {posinf}, {neginf})"},
+    **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
+    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})", "copysign": "torch.copysign({0}, {1})"},
+    **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
+    **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
+    "linalg_syrk": syrk,
+    **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
@@ -735,16 +904,17 @@ RULES: dict[str, Rule] = {
             *(sort, squeeze, take, topk, upsampling, where),
         )
     },
-    "Deconvolution": convolution,
-    "SyncBatchNorm": batch_norm,
+    **dict.fromkeys(("Convolution_v1", "Deconvolution"), convolution),
+    **dict.fromkeys(("SyncBatchNorm", "BatchNorm_v1", "BatchNormWithReLU"), batch_norm),
+    **{"Pooling_v1": pooling, "SparseEmbedding": embedding},
     "argsort": sort,
     "reshape_like": reshape,
     "slice": slices,
     "space_to_depth": depth_to_space,
     **dict.fromkeys(("log_softmax", "softmin", "SoftmaxActivation"), softmax),
-    **dict.fromkeys(("dot", "batch_dot", "linalg_gemm2", "matmul"), matrix_product),
+    **dict.fromkeys(("dot", "batch_dot", "linalg_gemm", "linalg_gemm2", "matmul"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel"), arg_reduction),
-    **dict.fromkeys(("SliceChannel", "split_v2", "split"), split),
+    **dict.fromkeys(("SliceChannel", "split_v2", "split", "hsplit", "dsplit"), split),
     **dict.fromkeys(("Concat", "concatenate", "stack"), concat),
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis"), expand),
     # Their shapes depend on the network's input
@@ -759,11 +929,11 @@ SIMPLE_RULES = {simple(name): rule for name, rule in RULES.items() if not name.s
 REASONS = {
     "Custom": "the graph does not contain its code",
     **dict.fromkeys(("_foreach", "_while_loop", "_cond"), "loops and branches are not supported"),
-    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels; --output names an output before it"),
+    **dict.fromkeys(("CTCLoss", "_contrib_MultiBoxTarget"), "it needs labels"),
     "_contrib_MultiBoxPrior": "it is only supported for images of one size",
     **dict.fromkeys(
         ("_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal"),
-        "which boxes it keeps depends on rounding, so it cannot be checked; --output names an output before it",
+        "which boxes it keeps depends on rounding, so it cannot be checked",
     ),
     **dict.fromkeys(("_contrib_PSROIPooling", "_contrib_DeformablePSROIPooling"), "MXNet computes it only on GPUs"),
     **dict.fromkeys(("ROIPooling", "_contrib_ROIAlign"), "PyTorch has it only in torchvision"),
@@ -777,8 +947,6 @@ def find_rule(op: str) -> Rule | None:
 
 def reason(op: str) -> str:
     """Why an operator cannot be converted."""
-    if "quantize" in op:
-        return "quantized operators are not supported"
-    if "random" in op or "sample" in op:
+    if re.search("random|sample|shuffle|_npi_(normal|uniform|bernoulli|gamma|gumbel|choice|multinomial)", op):
         return "its random numbers differ between frameworks"
     return REASONS.get(op, "it is not supported")

@@ -8,6 +8,8 @@ package. The SHA-256 of each decompressed file is checked.
 from __future__ import annotations
 
 import hashlib
+import math
+import numbers
 import os
 import secrets
 import shutil
@@ -105,14 +107,23 @@ class Dataset(NamedTuple):
         """
         if limit is None:
             return self
-        if not 1 <= limit <= len(self.train_images):
-            raise UsageError("limit", limit, f"{self.name} has {len(self.train_images)} training examples")
+        advice = f"{self.name} has {len(self.train_images)} training examples"
+        _check_whole("limit", limit, 1, len(self.train_images), advice)
         tests = max(limit // 6, 100)
         train = self.train_images[:limit], self.train_labels[:limit]
         return Dataset(self.name, *train, self.test_images[:tests], self.test_labels[:tests], self.source)
 
+    def digest(self) -> str:
+        """SHA-256 of the arrays' shapes, types and values, in hexadecimal. The labels' type does not matter."""
+        digest = hashlib.sha256()
+        for array in self[1:5]:
+            same = array.astype(np.int64) if array.ndim == 1 else array
+            digest.update(f"{same.dtype.str} {same.shape}".encode())
+            digest.update(np.ascontiguousarray(same).data)
+        return digest.hexdigest()
+
     def checksum(self) -> str:
-        """CRC-32 of all arrays, in hexadecimal."""
+        """CRC-32 of all arrays, in hexadecimal, which runs of earlier versions record instead of `digest`."""
         checksum = 0
         for array in self[1:5]:
             checksum = zlib.crc32(array.data, checksum)
@@ -127,14 +138,17 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     Raises UsageError if the name is unknown, limit is out of range, or data_dir does not contain the data set; Error if
     the data is damaged or cannot be downloaded.
     """
+    if seed is not None:
+        _check_whole("seed", seed, 0)
+    if data_dir is not None and not isinstance(data_dir, (str, os.PathLike)):
+        raise UsageError("data_dir", data_dir, "must be the path of a folder")
     if name not in DATASETS:
         raise UsageError("dataset", name, f"must be one of {', '.join(DATASETS)}")
     if name == "synthetic":
         if data_dir is not None:
             raise UsageError("data_dir", data_dir, "synthetic data needs no files; omit this setting")
         train_size = LARGEST if limit is None else limit
-        if not 1 <= train_size <= LARGEST:
-            raise UsageError("limit", limit, f"must be 1 to {LARGEST} for synthetic")
+        _check_whole("limit", train_size, 1, LARGEST, f"must be 1 to {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
         source = "data_dir" if data_dir else "GLUON_MGPU_DATA"
@@ -172,10 +186,17 @@ def load_fashion_mnist(batch_size: int, seed: int | None = None) -> tuple[DataIt
     """
     from gluon_mgpu.data.batches import DataIter  # imports mxnet
 
-    data = load("fashion-mnist")
+    _check_whole("batch_size", batch_size, 1)
+    data = load("fashion-mnist", seed=seed)
     seed = secrets.randbelow(2**31) if seed is None else seed
     train_iter = DataIter(data.train_images, data.train_labels, batch_size, seed)
     return train_iter, DataIter(data.test_images, data.test_labels, batch_size)
+
+
+def _check_whole(name: str, value: object, least: int, most: float = math.inf, advice: str = "") -> None:
+    """Raise UsageError unless a value is a whole number in this range."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise UsageError(name, value, advice or f"must be a whole number of at least {least}")
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,18 +39,16 @@ def read(folder: str | Path) -> Parts:
         raise UsageError("data_dir", folder, str(error)) if error.name in PARTS else error from None
 
 
-def checked(*arrays: np.ndarray) -> Parts:
+def checked(*arrays: Any) -> Parts:
     """Check arrays in the order of PARTS, and return them in that order.
 
     Images are returned as (n, channels, height, width), uint8 or float32, and labels as (n,).
 
     Raises UsageError if an array has an invalid shape or type, or if two arrays do not match.
     """
-    train_images, test_images = (_images(name, array) for name, array in zip(PARTS[::2], arrays[::2]))
-    train_labels, test_labels = (_labels(name, array) for name, array in zip(PARTS[1::2], arrays[1::2]))
-    for name, images, labels in zip(PARTS[1::2], (train_images, test_images), (train_labels, test_labels)):
-        if len(images) != len(labels):
-            raise UsageError(name, labels.shape, f"must have one label per image, and there are {len(images)} images")
+    train_images, test_images = (checked_images(name, array) for name, array in zip(PARTS[::2], arrays[::2]))
+    train_labels = checked_labels("train_labels", arrays[1], train_images)
+    test_labels = checked_labels("test_labels", arrays[3], test_images)
     if train_images.shape[1:] != test_images.shape[1:]:
         raise UsageError("test_images", test_images.shape, f"must have the sizes of train_images, {train_images.shape}")
     if train_images.dtype != test_images.dtype:
@@ -57,15 +56,18 @@ def checked(*arrays: np.ndarray) -> Parts:
     return train_images, train_labels, test_images, test_labels
 
 
-def _images(name: str, array: np.ndarray) -> np.ndarray:
-    images = np.asarray(array)
+def checked_images(name: str, given: Any) -> np.ndarray:
+    """Images as (n, channels, height, width), uint8 or float32. Exceptions: see `checked`. name: for messages."""
+    images = _array(name, given)
     if images.ndim == 3:
         images = images[:, None]
     if images.ndim == 4 and images.shape[3] in (1, 3, 4) and min(images.shape[1:3]) > 4:
         log.say(f"{name}: the shape {images.shape} has the channels last; they are moved to the second axis")
         images = images.transpose(0, 3, 1, 2)
-    if images.ndim != 4 or not images.size:
+    if images.ndim != 4:
         raise UsageError(name, images.shape, "must have the shape (n, height, width) or (n, channels, height, width)")
+    if not images.size:
+        raise UsageError(name, images.shape, "contains no images")
     if images.dtype != np.uint8 and images.dtype.kind != "f":
         raise UsageError(name, images.dtype, "must be uint8 (0 to 255), or floating-point numbers")
     if images.dtype == np.uint8:
@@ -77,15 +79,31 @@ def _images(name: str, array: np.ndarray) -> np.ndarray:
     return converted
 
 
-def _labels(name: str, array: np.ndarray) -> np.ndarray:
-    labels = np.asarray(array)
+def checked_labels(name: str, given: Any, images: np.ndarray) -> np.ndarray:
+    """Labels as (n,), one for each of the images. Exceptions: see `checked`. name: for messages."""
+    labels = _array(name, given)
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UsageError(name, f"{labels.dtype} {labels.shape}", "must be whole numbers, one per image")
-    if labels.size and not 0 <= labels.min() <= labels.max() < 2**24:  # float32 represents all of these exactly
+    if len(labels) != len(images):
+        raise UsageError(name, labels.shape, f"must have one label per image, and there are {len(images)} images")
+    if not 0 <= labels.min() <= labels.max() < 2**24:  # float32 represents all of these exactly
         raise UsageError(name, f"{labels.min()} to {labels.max()}", "must be class numbers, counted from 0")
     return np.ascontiguousarray(labels)
+
+
+def _array(name: str, given: Any) -> np.ndarray:
+    if hasattr(given, "asnumpy"):  # an NDArray, which NumPy would read element by element
+        given = given.asnumpy()
+    if np.ma.is_masked(given):
+        raise UsageError(name, "a masked array", "training would use the masked numbers, too; replace them")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of rows of different lengths, until NumPy 1.24
+            return np.asarray(given)
+    except Exception as error:  # other libraries' arrays raise their own exceptions
+        raise UsageError(name, type(given).__name__, f"is not an array ({str(error).splitlines()[0]})") from None
 
 
 def _read_npz(path: Path) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import platformdirs
 
 from gluon_mgpu import __version__
-from gluon_mgpu.support import files
+from gluon_mgpu.support import files, log
 from gluon_mgpu.support.errors import UsageError, command
 
 # {lesson page: its exercises}, in the order of the course
@@ -165,21 +165,13 @@ def _how_to_begin() -> str:
     return f'an answer begins with """Exercise NAME:, as written by `{command("exercise start")}`'
 
 
-class Found(NamedTuple):
-    """The answers in files and folders. skipped: what was not graded, with the reason."""
-
-    answers: list[Answer]
-    skipped: list[str]
-
-
-def find(paths: Sequence[str]) -> Found:
+def find(paths: Sequence[str]) -> list[Answer]:
     """The answers in files, and in all Python files and notebooks in folders, with their subfolders. In folders, copies
-    of this package and of our solutions are skipped. If some subfolders contain answers, each of the others has one with
-    a problem, so that no student is missing. Raises UsageError if a path does not exist, or if a folder contains no such
-    file."""
+    of this package are skipped, with a notice, and copies of our solutions have a problem. If some subfolders contain
+    answers, each of the others has one with a problem, so that no student is missing. Links to folders: see `_links`.
+    Raises UsageError if a path does not exist, or if a folder contains no such file."""
     found: dict[str, list[Answer]] = {}  # {file: its answers}
     empty: list[Answer] = []
-    skipped: list[str] = []
     several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
     for path in paths:
         if not Path(path).exists():
@@ -188,42 +180,67 @@ def find(paths: Sequence[str]) -> Found:
             found.setdefault(path, answers(path))
             continue
         prefix = os.path.join(path, "") if several else ""
-        inside = list(_files(path, skipped))
-        if not inside and not skipped:
+        links = _links(path)
+        inside = sorted(pair for start in (path, *links) for pair in _files(start, links))
+        if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
-        for file, in_copy in inside:
-            parts = file.relative_to(path).parts
-            student = prefix + parts[0] if len(parts) > 1 else ""
-            flat = re.match(r"(.+?)_(?:LATE_)?\d{2,}_", file.name)  # a learning platform's, such as ada_1234_tree.py
-            student = student or (prefix + flat[1] if flat else "")
-            of_file = [answer._replace(student=student) for answer in answers(str(file))]
-            ours = [answer for answer in of_file if answer.name and answer.code.strip() == solution(answer.name).strip()]
-            skipped += [f"{answer.label}: our solution" for answer in ours]
-            kept = [answer for answer in of_file if answer not in ours and (answer.name or not in_copy)]
+        for file, in_checkout in inside:
+            kept = [_own(answer) for answer in answers(str(file)) if answer.name or not in_checkout]
             if kept:
-                found.setdefault(str(file), kept)
-        students = {answer.student for of_file in found.values() for answer in of_file}
-        folders = [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and folder.name[0] not in "._"]
-        for folder in folders if any(student.startswith(prefix) and student for student in students) or skipped else []:
-            if prefix + folder.name not in students:
-                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer"
+                student = _student(file.relative_to(path))
+                found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
+        with_files = {file.relative_to(path).parts[0] for file, _ in inside if file.parent != Path(path)}
+        students = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
+        for folder in sorted(Path(path).iterdir()) if with_files else []:
+            followed = not folder.is_symlink() or str(folder) in links
+            if folder.is_dir() and followed and folder.name[0] not in "._" and folder.name not in students:
+                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
                 empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
-    return Found([answer for of_file in found.values() for answer in of_file] + empty, skipped)
+    return [answer for of_file in found.values() for answer in of_file] + empty
 
 
-def _files(path: str, skipped: list[str]) -> Iterator[tuple[Path, bool]]:
-    """The Python files and notebooks in a folder, each with whether it is in a checkout of this project. Leaves out hidden
-    folders, virtual environments and copies of the package."""
-    checkouts: list[str] = []
-    for folder, folders, names in os.walk(path):
-        if "pyvenv.cfg" in names or Path(folder, "exercises", "mistakes.ini").exists():
-            skipped.append(f"{folder}: {'a virtual environment' if 'pyvenv.cfg' in names else 'a copy of gluon_mgpu'}")
-            folders.clear()
+def _own(answer: Answer) -> Answer:
+    """The answer, or one with a problem if it is a copy of our solution."""
+    if answer.name and answer.code.strip() == solution(answer.name).strip():
+        return answer._replace(name="", code="", problem=f"is our solution of {answer.name}; not graded")
+    return answer
+
+
+def _student(file: Path) -> str:
+    """The student of a file in a folder: its subfolder, or what a learning platform puts before the file's name: in
+    ada_1234_tree.py, the part before the number."""
+    flat = re.match(r"(.+?)_(?:LATE_)?\d{2,}_", file.name)
+    return file.parts[0] if len(file.parts) > 1 else flat[1] if flat else ""
+
+
+def _files(path: str, links: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """The Python files and notebooks in a folder, each with whether it is in a checkout of this project. Leaves out
+    hidden folders, virtual environments and copies of the package."""
+    checkouts: set[str] = set()  # and their subfolders
+    for parent, subfolders, names in os.walk(path):
+        if "pyvenv.cfg" in names or Path(parent, "exercises", "mistakes.ini").exists():
+            log.say(f"{parent}: skipped; it is {'an environment' if 'pyvenv.cfg' in names else 'a copy of gluon_mgpu'}")
+            subfolders.clear()
             continue
-        if Path(folder, "gluon_mgpu", "exercises").is_dir():
-            checkouts.append(os.path.join(folder, ""))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
+        if os.path.dirname(parent) in checkouts or Path(parent, "gluon_mgpu", "exercises").is_dir():
+            checkouts.add(parent)
+        for link in (os.path.join(parent, name) for name in subfolders):
+            if os.path.islink(link) and link not in links:
+                log.say(f"{link}: a link to a folder, which is not followed")
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
             if name.endswith(SUFFIXES) and not name.startswith("."):
-                file = Path(folder, name)
-                yield file, any(f"{folder}{os.sep}".startswith(checkout) for checkout in checkouts)
+                yield Path(parent, name), parent in checkouts
+
+
+def _links(path: str) -> list[str]:
+    """The links in a folder to folders elsewhere, such as students' own. Other links are not followed: those to a
+    folder that contains this one, or is in it, would lead to the same answers again."""
+    top = os.path.realpath(path)
+    found = []
+    for entry in sorted(Path(path).iterdir()):
+        if entry.is_symlink() and entry.is_dir():
+            common = os.path.commonpath([top, os.path.realpath(entry)])
+            if common not in (top, os.path.realpath(entry)):
+                found.append(str(entry))
+    return found

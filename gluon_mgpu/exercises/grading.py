@@ -116,7 +116,9 @@ def _kind(error: BaseException) -> str:
     """The name of an answer's error in mistakes.ini."""
     if isinstance(error, MemoryError) or "to allocate" in str(error):
         return "memory-limit"
-    return "syntax-error" if isinstance(error, SyntaxError) else "name-error" if isinstance(error, NameError) else "error"
+    return (
+        "syntax-error" if isinstance(error, SyntaxError) else "name-error" if isinstance(error, NameError) else "error"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -130,6 +132,7 @@ def _shown(value: Any) -> str:
 
 def _message(error: BaseException) -> str:
     """The most informative line of an error message. Errors in MXNet's C++ code begin with a traceback."""
+    vars(error).pop("__notes__", None)  # the last line is then the message, not a note
     lines = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()
     if type(error).__name__ == "MXNetError":
         lines = [line for line in lines if "MXNetError: " in line and "Traceback" not in line] or lines
@@ -138,7 +141,7 @@ def _message(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    message = f"{type(error).__name__}: {error}"
+    message = traceback.format_exception_only(type(error), error)[-1]
     attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
     if attribute in TORCH:
         return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"
@@ -148,12 +151,12 @@ def _hint(error: BaseException) -> str:
 def report(label: str, name: str, mistake: Mistake | None) -> str:
     """Explain the result to the learner. label, name: of the `Answer`."""
     if mistake is None:
-        return f"{label}: correct"
+        return f"{log.printable(label)}: correct"
     texts = configparser.ConfigParser(interpolation=None)
     texts.read(Path(__file__).with_name("mistakes.ini"))
     why = textwrap.fill(texts[name][mistake.name], WIDTH)
     case = "\n".join(f"  {log.printable(line)}" for line in mistake.case.splitlines())
-    return f"{label}: not correct yet. Mistake: {mistake.name}\n{case}\n{why}"
+    return f"{log.printable(label)}: not correct yet. Mistake: {mistake.name}\n{case}\n{why}"
 
 
 def grade(answer: Answer, seconds: float = SECONDS, show: Callable[..., object] = print) -> Mistake | None:
@@ -177,7 +180,7 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
     def on_line(line: str) -> None:
         text, found, result = line.partition(key)
         if text:
-            show(text.rstrip("\n"), flush=True)
+            show(_without_escapes(text.rstrip("\n")), flush=True)
         with suppress(ValueError, TypeError, LookupError, AttributeError):  # an answer can read the key, and forge this
             if found:
                 made = json.loads(result)
@@ -192,7 +195,7 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
         return Mistake("not-graded", f"no process could start ({error.strerror})")
     for line in finished.err.splitlines() if results else ():  # without results, it is not the answer's
         if not line.startswith("gluon_mgpu: "):  # notices have already been printed
-            show(line, file=sys.stderr)
+            show(_without_escapes(line), file=sys.stderr)
     if finished.status is None:
         return Mistake("time-limit", f"no result after {seconds:g} seconds")
     if results:
@@ -202,6 +205,11 @@ def _in_new_process(answer: Answer, seconds: float, show: Callable[..., object])
     except Error as error:
         return Mistake("not-graded", str(error))
     return Mistake("not-graded", "the process ended before any case")
+
+
+def _without_escapes(line: str) -> str:
+    """A line that an answer has printed: it may contain tabs, but no sequences that control the terminal."""
+    return "\t".join(map(log.printable, line.split("\t")))
 
 
 def main(path: str, cell: str, key: str) -> None:

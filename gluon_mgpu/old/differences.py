@@ -10,7 +10,7 @@ from gluon_mgpu.old import names
 
 ADVICE = (  # (pattern of MXNet's error, what to do)
     (
-        "Check failed: !is_view|could not (create|execute) a (primitive|reorder)|descriptor for a reorder",
+        "Check failed: !is_view|could not (create|execute) a ",  # of oneDNN; also Deconvolution with target_shape
         "start the program with MXNET_MKLDNN_ENABLED=0 (slower)",
     ),
     ("(?i)float16|fp16", "MXNet has few operators for float16 on CPUs; use float32, without AMP"),

@@ -1,8 +1,9 @@
 """Makes environments for old programs: a Python of their time, with packages of their time.
 
 They are in the user's cache, one per Python version and list of requirements, whose hash is in the name. An environment
-is made in place, because its scripts contain its path. The file COMPLETE is written last; a folder without it is not
-used. Packages that the user adds are in a second, small environment, which also finds the first one's packages.
+is made in place, because its scripts contain its path. The file packages.COMPLETE is written last; a folder without it,
+or one that was moved, is not used. Packages that the user adds are in a second, small environment, which also finds the
+first one's packages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import glob
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +24,10 @@ from pathlib import Path
 
 import platformdirs
 
-from gluon_mgpu.old import packages
+from gluon_mgpu.old import additions, packages
 from gluon_mgpu.support import files, log, subprocesses
-from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error
 
-COMPLETE = "complete"  # the file's content is the list of requirements
 # Prints the version, such as 3.8, if this Python can make environments
 SUITABLE = "import ctypes, ensurepip, lib2to3, sys, venv; print('%d.%d' % sys.version_info[:2])"
 DOWNLOADS = {"mxnet==1.9.1": "180 MB", "mxnet-cu112==1.9.1": "2.3 GB"}
@@ -44,17 +45,20 @@ def find_or_make(
     python: a version in packages.PINS; None: the oldest. cpu: see `packages.required`. extra, requirements: packages
     that the user adds, and the user's file of them. Raises Error if it cannot be made, and then leaves nothing behind.
     """
-    base = _base(python, cpu)
-    if not extra and not requirements:
+    additions.check(extra)
+    wanted, constraints = additions.read(requirements) if requirements else ([], [])
+    base, pinned = _base(python, cpu)
+    wanted, has = additions.split(wanted, pinned)
+    constraints, _ = additions.split(constraints, pinned)
+    differing = [*additions.differing(has, pinned)]
+    if differing:
+        log.say(f"{requirements}: the environment's own versions are used for {', '.join(differing)}")
+    if not extra and all(additions.is_option(line) for line in wanted):
         return _python(base)
-    try:
-        content = [Path(requirements).read_text()] if requirements else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("requirements", requirements, f"cannot be read ({error})") from None
-    added = folder() / f"{base.name}-{_digest([*extra, *content])}"
+    added = folder() / f"{base.name}-{_digest([*extra, *wanted, *constraints])}"
     if not _is_complete(added):
-        arguments = [*extra, *(["-r", os.path.abspath(requirements)] if requirements else [])]
-        _make(added, str(_python(base)), arguments, f"adding {' '.join(arguments)}", base)
+        what = f"adding {' '.join([*extra, *([os.path.abspath(requirements)] if requirements else [])])}"
+        _make(added, str(_python(base)), [*extra, *wanted], what, base, constraints)
     return _python(added)
 
 
@@ -70,8 +74,10 @@ def described() -> list[str]:
     """A line for each environment: its folder, its size, and what was asked for."""
     lines = []
     for path in _made():
-        content = (path / COMPLETE).read_text() if _is_complete(path) else "incomplete: not used"
-        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content.split())}")
+        content = (
+            (path / packages.COMPLETE).read_text().split("\n")[1:] if _is_complete(path) else ["incomplete: not used"]
+        )
+        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content)}")
     return lines
 
 
@@ -79,23 +85,30 @@ def _made() -> list[Path]:
     return sorted(map(Path, glob.glob(f"{glob.escape(str(folder()))}/python*/")))
 
 
-def _base(python: str | None, cpu: bool) -> Path:
-    """The environment without what the user adds."""
+def _base(python: str | None, cpu: bool) -> tuple[Path, list[str]]:
+    """The environment without what the user adds, and its requirements."""
     versions = [python] if python else [*packages.PINS]
     required = {version: packages.required(version, cpu) for version in versions}
     paths = {version: folder() / f"python{version}-{_digest(names)}" for version, names in required.items()}
-    for path in paths.values():
+    for version, path in paths.items():
         if _is_complete(path):
-            return path
+            return path, required[version]
     version, found = _find_python(versions)
     mxnet = required[version][0]
     what = f"Python {version}, {mxnet} and packages of its time ({DOWNLOADS[mxnet]} to download, once)"
-    _make(paths[version], found, ["--only-binary", ":all:", *required[version]], f"making an environment: {what}")
-    return paths[version]
+    _make(paths[version], found, required[version], f"making an environment: {what}")
+    return paths[version], required[version]
 
 
-def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Path | None = None) -> None:
-    """Make the environment `path`. arguments: of `pip install`. base: the environment that it extends."""
+def _make(
+    path: Path,
+    python: str,
+    requirements: Sequence[str],
+    what: str,
+    base: Path | None = None,
+    constraints: Sequence[str] = (),
+) -> None:
+    """Make the environment `path`. requirements: what pip installs. base: the environment that it extends."""
     start = time.monotonic()
     with _locked():
         if _is_complete(path):  # another process has just made it
@@ -104,30 +117,49 @@ def _make(path: Path, python: str, arguments: Sequence[str], what: str, base: Pa
         try:
             path.mkdir(exist_ok=True)  # raises an error that names it
             without_pip = ["--without-pip"] if base else []
-            _run("cannot make an environment", python, "-m", "venv", *without_pip, "--clear", path)
+            finished = subprocesses.run([python, "-m", "venv", *without_pip, "--clear", str(path)])
+            if finished.status:
+                raise Error(f"cannot make an environment: {_last(finished.err)}")
             # -I: what is on PYTHONPATH is not in the environment.
-            pip = [_python(path), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
+            pip = [str(_python(path)), "-I", "-m", "pip", "--disable-pip-version-check", "install", "--prefer-binary"]
+            (path / "requirements.txt").write_text("\n".join(requirements))
             if base:
                 (_site_packages(path) / "base.pth").write_text(f"{_site_packages(base)}\n")
-                limits = path / "limits.txt"
-                limits.write_text("\n".join(packages.LIMITS.split()))
-                pip += ["--constraint", limits]
-            _run("cannot install packages", *pip, *arguments)
-            content = "\n".join(word for word in arguments if not word.startswith((":", "-"))).encode()
-            files.write_whole(path / COMPLETE, lambda file: file.write(content))
+                (path / "limits.txt").write_text("\n".join([*packages.LIMITS.split(), *constraints]))
+                pip += ["--constraint", str(path / "limits.txt")]
+            else:
+                pip += ["--only-binary", ":all:"]
+            finished = subprocesses.run([*pip, "-r", str(path / "requirements.txt")])
+            if finished.status:
+                raise Error(f"cannot install packages: {_reason(finished.out, finished.err)}")
+            if base and (_site_packages(path) / "mxnet").exists():
+                raise Error("cannot install packages: they contain another MXNet, and the environment has MXNet 1.9.1")
+            content = "\n".join([str(path), *requirements]).encode()
+            files.write_whole(path / packages.COMPLETE, lambda file: file.write(content))
         finally:
-            if not (path / COMPLETE).exists():
+            if not (path / packages.COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)
     log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
 
 
-def _run(failure: str, *command: object) -> None:
-    """Run venv or pip. Raises Error with the last line of its errors."""
-    finished = subprocesses.run([*map(str, command)])
-    if finished.status:
-        lines = [line for line in finished.err.splitlines() if "ERROR: " in line and "ResolutionImp" not in line]
-        needs = "it needs space, and the package index or a folder of wheels (docs/old-programs.md)"
-        raise Error(f"{failure}: {lines[-1].strip() if lines else _last(finished.err)}; {needs}")
+def _reason(out: str, err: str) -> str:
+    """Why pip failed, and what to do."""
+    conflict = out.partition("The conflict is caused by:\n")[2].partition("\n\n")[0]
+    if conflict:
+        lines = [line.strip().removeprefix("The user requested ") for line in conflict.splitlines()]
+        parts = [re.sub(r"^\(constraint\) (\S+)", r"\1 (a limit of this environment)", line) for line in lines]
+        return f"nothing fits all of: {'; '.join(parts)}"
+    errors = [line.replace("ERROR: ", "") for line in err.splitlines() if line.startswith("ERROR: ")]
+    collected = re.findall(r"^Collecting (\S+)", out, re.MULTILINE)
+    if collected and not errors:
+        advice = "omit its version, or choose one that has a wheel for this Python"
+        return f"{collected[-1]} has no wheel for this Python, and could not be built; {advice}"
+    reason = errors[-1].strip() if errors else _last(err)
+    if re.search("connection broken|Could not fetch URL", err):
+        return f"{reason}; the package index cannot be reached: see docs/old-programs.md for a folder of wheels"
+    if "No space left" in reason:
+        return f"{reason}; free some space, or set XDG_CACHE_HOME to another folder"
+    return reason
 
 
 def _find_python(versions: Sequence[str]) -> tuple[str, str]:
@@ -182,8 +214,10 @@ def _digest(requirements: Sequence[str]) -> str:
 
 
 def _is_complete(path: Path) -> bool:
-    # The Python itself may have been removed. Another user's environment may be unreadable.
-    return all(os.path.exists(file) for file in (path / COMPLETE, _python(path)))
+    with suppress(OSError):  # another user's environment may be unreadable
+        made_in = (path / packages.COMPLETE).read_text().partition("\n")[0]  # its scripts contain this path
+        return os.path.samefile(made_in, path) and os.path.exists(_python(path))  # the Python may have been removed
+    return False
 
 
 def _python(path: Path) -> Path:

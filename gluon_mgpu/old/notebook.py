@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from gluon_mgpu.old import explain
+from gluon_mgpu.old import explain, prepare, python2
 from gluon_mgpu.support import files, log
 
 
@@ -55,14 +57,29 @@ def main(path: str, out: str) -> int:
             log.say("interrupted", prefix="")
             return 130
         except (CellExecutionError, DeadKernelError, RuntimeError) as error:
-            failed = [output for cell in cells for output in cell.outputs if output.output_type == "error"]
-            reason = f"{failed[-1].ename}: {failed[-1].evalue}" if failed else str(error).splitlines()[0]
-            advice = explain.advice_on(failed[-1].evalue) if failed else ""
-            log.error(f"{path}: {reason}{advice and f'; {advice}'}")
+            failed = [(cell, output) for cell in cells for output in cell.outputs if output.output_type == "error"]
+            log.error(f"{path}: {_reason(path, *failed[-1]) if failed else str(error).splitlines()[0]}")
             return 1
         finally:
             text = nbformat.writes(notebook)
             files.write_whole(out, lambda file: file.write(text.encode()))
+
+
+def _reason(path: str, cell: Any, error: Any) -> str:
+    """Why a cell failed, and what to do, if that is known. error: its output."""
+    reason = f"{error.ename}: {error.evalue}"
+    code = python2.cell_without_commands(cell.source) if error.ename in ("SyntaxError", "IndentationError") else ""
+    settings = prepare.given()
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))  # it also has the errors that led to this one
+    messages = [error.evalue, *re.findall(r"(?:^\w*Error: |-> \d+ +(?=assert ))(.+)", text, re.MULTILINE)]
+    found = (explain.advice_on(message, code, here=settings.here, start=settings.start) for message in messages)
+    advice = next(filter(None, found), "")
+    if advice == python2.CONVERT:
+        python = shlex.quote(str(Path(path).with_suffix(".py")))
+        script = f"`gluon-mgpu run --with nbconvert -m nbconvert --to python {shlex.quote(path)}`"
+        advice = f"this is written for Python 2: make a program of it ({script}), and convert that with 2to3"
+        advice += f" (`gluon-mgpu run -m lib2to3 -w {python}`)"
+    return f"{reason}; {advice}" if advice else reason
 
 
 def _on_signals(handler: Any) -> None:

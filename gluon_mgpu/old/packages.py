@@ -6,6 +6,7 @@ import platform
 
 from gluon_mgpu.compat import cuda
 
+COMPLETE = "complete"  # a file in each environment: its path, in the first line, and its requirements
 # {Python: its packages}. The oldest comes first, because most programs are older. Each has a wheel for x86-64 and for
 # aarch64. PyYAML 6 no longer has yaml.load(file), but PyYAML 5 has no wheels for Python 3.10 and later.
 PINS = {
@@ -38,17 +39,8 @@ REQUIREMENTS = {
     "skimage": "scikit-image",
     "sklearn": "scikit-learn",
 }
-# Errors of programs for Python 2. Syntax errors are followed by the line of code.
-PYTHON_2 = (
-    r"Missing parentheses in call to '(print|exec)'|multiple exception types must be parenthesized",
-    r"invalid syntax .*: \s*(except\b.*,.*:|raise\b.*,|.*`|.*<>)",
-    r"unsupported operand type\(s\) for >>: 'builtin_function_or_method'",  # print >> file, text
-    r"name '(basestring|long|raw_input|reduce|reload|unichr|unicode|xrange)' is not defined",
-    r"No module named '(ConfigParser|HTMLParser|Queue|StringIO|cPickle|cStringIO|httplib|urllib2|urlparse)'",
-    r"module 'urllib' has no attribute '(quote|unquote|urlencode|urlopen|urlretrieve)'",
-    r"cannot import name '(ifilter|imap|izip|urlencode|urlopen|urlretrieve)' from '(itertools|urllib)'",
-    r"'dict' object has no attribute '(has_key|iteritems|iterkeys|itervalues)'",
-)
+# (pattern of an error that names no module, the package that it needs)
+NEEDED = (("IProgress not found", "ipywidgets"), ("assert cv2 is not None", REQUIREMENTS["cv2"]))
 # (pattern of an error, the edition of d2l that the program was written for)
 EDITIONS = (
     ("module 'd2l' has no attribute|cannot import name .* from 'd2l'", "d2l==0.11.4"),

@@ -11,13 +11,15 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from gluon_mgpu.compat import hooks, startup
-from gluon_mgpu.old import contexts, downloads, explain, names
-from gluon_mgpu.support import subprocesses
+from gluon_mgpu.old import contexts, downloads, explain, names, packages
+from gluon_mgpu.support import log, subprocesses
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
 STARTUP = Path(__file__).with_name("startup")
@@ -26,12 +28,22 @@ SPINS = "1000"  # fewer than for training, whose operators are larger: on a busy
 
 @dataclass(frozen=True)
 class Preparation:
-    """gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
-    mx.context.num_gpus() returns 0. data_dir: see `datasets.load`. here: in the current environment."""
+    """What `gluon-mgpu run` was asked for.
+
+    gpus: if there is no GPU, the number of CPU contexts that the program can use as GPUs; None: any number, but
+    mx.context.num_gpus() returns 0. data_dir: see `datasets.load`. here: in the current environment. start: see
+    `explain.advice_on`.
+    """
 
     gpus: int | None = None
     data_dir: str | None = None
     here: bool = False
+    start: Sequence[str] = explain.START
+
+
+def given() -> Preparation:
+    """The settings of a process for which VARIABLE is set."""
+    return Preparation(**json.loads(os.environ[VARIABLE]))
 
 
 def variables(settings: Preparation, python: str | Path = sys.executable) -> dict[str, str]:
@@ -47,23 +59,41 @@ def variables(settings: Preparation, python: str | Path = sys.executable) -> dic
 
 def prepare() -> None:
     """If VARIABLE is set, prepare this process accordingly. Modules are changed when they are imported."""
-    text = os.environ.get(VARIABLE)
-    if text is None:
+    if VARIABLE not in os.environ:
         return
-    settings = Preparation(**json.loads(text))
+    settings = given()
     for name, restored in names.STANDARD_NAMES.items():
         hooks.on_import(name, functools.partial(names.restore, names=restored))
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
     for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
         hooks.on_import(name, functools.partial(downloads.replace_download, data_dir=settings.data_dir))
     hooks.on_import("mxnet", functools.partial(_prepare_mxnet, settings=settings))
-    sys.excepthook = functools.partial(explain.explain, here=settings.here)
+    sys.excepthook = functools.partial(explain.explain, here=settings.here, start=settings.start)
     os.environ.setdefault("MXNET_CPU_TEMP_COPY", contexts.TEMP_COPIES)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if not settings.here:
-        os.environ["PIP_USER"] = "1"  # `!pip install` fails; otherwise, it would change the packages of all programs
-    startup.plan(contexts=settings.gpus or 1, may_serve=True)
+        hooks.on_import("pip._internal.cli.main", _keep_packages)
+    startup.plan(contexts=settings.gpus or 1, may_serve=True, own_threads=True)
+
+
+def _keep_packages(pip: Any) -> None:
+    """Make `pip install` and `pip uninstall` fail, because they would change the packages of all programs."""
+    original = pip.main
+
+    def main(args: list[str] | None = None) -> int:
+        words = sys.argv[1:] if args is None else args
+        changing = next((word for word in words if not word.startswith("-")), "") in ("install", "uninstall")
+        if (
+            not changing or not Path(sys.prefix, packages.COMPLETE).exists()
+        ):  # the program may have made its own environment
+            return int(original(args))
+        log.error(
+            "pip would change the packages of all old programs; add packages with `gluon-mgpu run --with PACKAGE`"
+        )
+        return 1
+
+    pip.main = main
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 
 # Debian's packages of the libraries that libmxnet.so needs.
 LIBRARIES = "libgomp1 libstdc++6 libgcc-s1" + " libquadmath0" * (platform.machine() == "x86_64")
 
 # {module: arguments of `pip install`}; for any other module, the argument is the module's name.
 PACKAGES = {"PIL": "pillow", "distutils": "setuptools", "mxnet": "--no-deps mxnet==1.9.1"}
+
+LONGEST = 80  # characters of a value in a message, unless it is a text or a path
 
 user_files: set[str] = set()  # the user's own lesson files; an error in one of them names its line
 
@@ -72,26 +76,34 @@ def setting(name: str, value: object = None) -> str:
     write only the name."""
     option = caller.options.get(name)
     if not option:
-        return name if value is None else f"{name}={(os.fspath(value) if isinstance(value, os.PathLike) else value)!r}"
+        return name if value is None else f"{name}={_repr(value)}"
     if value is False:
         return option.replace("--", "--no-", 1)
-    return option if value is None or value is True else f"{option} {shown(value)}"
+    return option if value is None or value is True else f"{option} {shlex.quote(shown(value))}"
+
+
+def _repr(value: object) -> str:
+    """A value as in Python, in one line. An array, a long list or an object's long description is cut."""
+    if isinstance(value, (str, os.PathLike)):
+        return repr(os.fspath(value))
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def command(words: str) -> str:
-    """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or the script's name."""
-    if not caller.program.endswith(".py"):
-        return f"{caller.program} {words}"
-    folder, slash, _ = caller.program.rpartition("/")
-    name, space, rest = words.partition(" ")
-    return f"{folder + slash if slash else 'python '}{name}.py{space}{rest}"
+    """Spell a command for the caller: "train --gpus 2" -> `gluon-mgpu train --gpus 2`, or with the script's name."""
+    program, name = caller.program, words.split(" ")[0]
+    script = Path(shlex.split(program)[-1])
+    if script.suffix != ".py":
+        return f"{program} {words}"
+    return program + words[len(name) :] if script.stem == name else f"python -m gluon_mgpu {words}"
 
 
 def shown(value: object) -> str:
-    """Format a setting's value, without spaces: (1, 2) -> "1,2"."""
+    """Format a setting's value: (1, 2) -> "1,2"."""
     if isinstance(value, (list, tuple)):
         return ",".join(f"{number:g}" if isinstance(number, float) else str(number) for number in value)
-    return str(value) or repr(value)
+    return str(value)
 
 
 def line_of(error: BaseException) -> str:

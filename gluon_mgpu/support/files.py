@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,25 +20,33 @@ PART = ".part"  # suffix of a file that is being written
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
 
-    Raises Error if writing fails, for example because the disk is full; an existing file is then left unchanged.
+    The new file has the permissions of the one that it replaces. If `path` is a link, the file that it leads to is
+    replaced. Raises Error if writing fails, for example because the disk is full; an existing file is then left
+    unchanged.
     """
-    path = Path(path)
-    temporary = path.parent / f".{path.name}.{os.getpid()}{PART}"
+    target = Path(os.path.realpath(path))
+    temporary = target.parent / f".{target.name}.{os.getpid()}{PART}"
     try:
-        if path.exists() and not path.is_file():  # do not replace a folder or a device such as /dev/null
+        before = target.stat() if target.exists() else None
+        if before and not stat.S_ISREG(before.st_mode):  # do not replace a folder or a device such as /dev/null
             raise Error(f"{path} is not a regular file; pass a file path")
+        if before and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, "it is read-only")
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:  # never through a symbolic link
+            if before:
+                with suppress(PermissionError):  # only root can keep another owner
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync(path.parent)
+        temporary.replace(target)
+        _sync(target.parent)
     except OSError as error:
-        advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
-        raise Error(f"cannot write {path} ({error.strerror}): {advice} another folder") from None
+        raise cannot_write(path, error) from None
     finally:
-        with suppress(OSError):  # the temporary file has replaced `path`, or was never created
+        with suppress(OSError):  # the temporary file has replaced `target`, or was never created
             temporary.unlink()
 
 
@@ -50,11 +59,9 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_partial(path: str | Path) -> None:
-    """Remove temporary files left by processes that were killed while writing `path`."""
-    for left in Path(path).parent.glob(f".{Path(path).name}.*{PART}"):
-        with suppress(OSError):  # if the folder is not writable, the next attempt to write a file raises an error
-            left.unlink()
+def cannot_write(path: str | Path, error: OSError) -> Error:
+    advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
+    return Error(f"cannot write {path} ({error.strerror}): {advice} another folder")
 
 
 def lock(folder: str | Path, name: str) -> int:

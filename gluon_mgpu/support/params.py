@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+SMALLEST, LARGEST = 1e-20, 1e20  # MXNet's operators take float32; a schedule makes a learning rate still smaller
 LONGEST_NAME = 255  # bytes, on Linux and macOS
 
 
@@ -27,12 +28,14 @@ class Location(click.Path):
 
 
 class FloatRange(click.FloatRange):
-    """A finite number in a range."""
+    """A finite number in a range, which MXNet can compute with."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{number} is not finite.", param, ctx)
+        if number and not SMALLEST <= abs(number) <= LARGEST:
+            self.fail(f"{number} is not between {SMALLEST:g} and {LARGEST:g}, as float32 needs.", param, ctx)
         return number
 
 

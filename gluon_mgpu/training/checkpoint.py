@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints: each is one .npz archive of arrays and JSON metadata, without pickle.
+"""Packs and reads checkpoints: each is one .npz archive of arrays and JSON metadata, without pickle.
 
 A checkpoint ends with the SHA-256 of everything before it, stored as the archive's comment.
 """
@@ -23,18 +23,17 @@ STATE = "state/"  # an array that the lesson itself keeps is called STATE, then 
 DIGEST = 64  # length of a SHA-256 in hexadecimal
 
 
-def save(path: str | Path, arrays: Arrays, metadata: dict[str, Any]) -> None:
-    """Write a checkpoint. metadata: a dict that JSON can represent."""
-    packed = io.BytesIO()
-    if "file" in arrays:  # an argument of np.savez
-        raise Error(f"{path}: a network's array cannot be called 'file'; give it another name")
+def packed(arrays: Arrays, metadata: dict[str, Any]) -> bytes:
+    """The content of a checkpoint. metadata: a dict that JSON can represent."""
+    archived = io.BytesIO()
+    if reserved := {"file", METADATA} & arrays.keys():  # "file" is an argument of np.savez
+        raise Error(f"a network's array cannot be called {min(reserved)!r}; give it another name")
     members: dict[str, Any] = {**arrays, METADATA: np.frombuffer(json.dumps(metadata).encode(), np.uint8)}
-    np.savez(packed, **members)
-    with zipfile.ZipFile(packed, "a") as archive:
+    np.savez(archived, **members)
+    with zipfile.ZipFile(archived, "a") as archive:
         archive.comment = bytes(DIGEST)
-    content = packed.getvalue()[:-DIGEST]
-    digest = hashlib.sha256(content).hexdigest().encode()
-    files.write_whole(path, lambda file: file.write(content + digest))
+    content = archived.getvalue()[:-DIGEST]
+    return content + hashlib.sha256(content).hexdigest().encode()
 
 
 def load(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
@@ -46,7 +45,8 @@ def load(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
             if any(member.compress_type for member in archive.zip.infolist()):
                 raise ValueError("compressed arrays")
-            arrays = {name: archive[name] for name in archive.files}
+            # By the members' whole names, because NumPy takes the array "a" for "a.npy", too
+            arrays = {name: archive[f"{name}.npy"] for name in archive.files}
         if any(array.dtype.kind not in "biuf" for array in arrays.values()):
             raise ValueError("contains arrays other than numbers")
         return arrays, json.loads(arrays.pop(METADATA).tobytes())

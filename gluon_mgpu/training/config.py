@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
 from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import DATASETS
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import UsageError, setting, shown
-from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
+from gluon_mgpu.support.params import FILE, FOLDER, FloatRange, Location
 
 SCHEDULES = ("constant", "cosine")
 LESSONS = ("scratch", "highlevel")
@@ -229,12 +231,23 @@ class Config:
             parsed[name] = None if value == () and default is None else value
         return parsed
 
+    @staticmethod
+    def with_absolute_paths(options: dict[str, Any]) -> dict[str, Any]:
+        """The same options, whatever the working folder will be. This includes GLUON_MGPU_DATA.
+
+        options: as `parse` returns them.
+        """
+        if folder := os.environ.get("GLUON_MGPU_DATA"):
+            os.environ["GLUON_MGPU_DATA"] = os.path.abspath(os.path.expanduser(folder))
+        paths = {name for name, value in options.items() if value and isinstance(SETTINGS[name].type, Location)}
+        return {name: os.path.abspath(value) if name in paths else value for name, value in options.items()}
+
     def __post_init__(self) -> None:
         """Raise UsageError if two settings contradict each other."""
         if self.warmup_epochs >= self.epochs:
             advice = f"must be at least 0 and less than {self.epochs}, the number of epochs"
             raise UsageError("warmup_epochs", self.warmup_epochs, advice)
-        if self.out and self.resume and Path(self.out) != Path(self.resume):
+        if self.out and self.resume and os.path.realpath(self.out) != os.path.realpath(self.resume):
             raise UsageError("out", self.out, f"a resumed run stays in its folder, {self.resume}; omit this setting")
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
@@ -259,11 +272,11 @@ class Config:
             return
         works = [size for size in range(device_count, max(examples, device_count) + 1) if last(size) >= device_count]
         near = sorted(sorted(works, key=lambda size: abs(size - self.batch_size))[:2])
-        advice = (
-            f"leaves {rest} {log.plural(rest, 'example')} for the last step of an epoch, which needs one for each of"
-        )
-        advice += f" {device_count} devices; use {' or '.join(map(str, near)) or 'more data'}"
-        raise UsageError("batch_size", self.batch_size, advice)
+        which = "a step" if self.batch_size < device_count else "the last step of an epoch"
+        count = min(self.batch_size, rest)
+        has = f"{which} would have {count} {log.plural(count, 'example')}"
+        advice = f"needs one for each of {device_count} devices; use {' or '.join(map(str, near)) or 'more data'}"
+        raise UsageError("batch_size", self.batch_size, f"{has}, but {advice}")
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Those of the named settings that differ from their defaults."""
@@ -306,7 +319,7 @@ def _convert(kind: click.ParamType, value: Any) -> Any:
     """Convert a text, as click does, or a value from Python, where click would make 1 of True and 64 of 64.5."""
     is_integer, is_number = isinstance(kind, click.IntRange), isinstance(kind, (click.IntRange, click.FloatRange))
     is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-    if (is_number and isinstance(value, bool)) or (is_integer and is_fraction):
+    if (is_number and isinstance(value, (bool, np.bool_))) or (is_integer and is_fraction):
         raise click.BadParameter(f"{value!r} is not a valid {'integer' if is_integer else 'number'}")
     return kind.convert(value, None, None)
 

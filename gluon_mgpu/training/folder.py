@@ -1,232 +1,141 @@
-"""A run: a training with its progress and its folder. Only this module reads and writes run folders.
-
-A folder holds config.json, metrics.jsonl, curves.png and checkpoint.npz. Every update rewrites the whole file. A run is
-resumed from the checkpoint alone, which also holds the configuration and the history.
+"""The folder of a run that trains: checkpoint.npz, which holds the run, and for readers config.json, metrics.jsonl and
+curves.png. Only this module writes to it. Every update rewrites the whole file.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from gluon_mgpu import __version__
-from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.support import files, log
-from gluon_mgpu.support.errors import Error, UsageError, setting, shown
+from gluon_mgpu.support import files
+from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.checkpoint import STATE, Arrays
-from gluon_mgpu.training.config import RECORDED, SETTINGS, Config
+from gluon_mgpu.training.record import CHECKPOINT, Epoch, Run, read
 from gluon_mgpu.training.workers import Group
 
-if TYPE_CHECKING:
-    from gluon_mgpu.training.model import Model
-
-FORMAT = 1
-CONFIG, METRICS, CURVES, CHECKPOINT = FILES = ("config.json", "metrics.jsonl", "curves.png", "checkpoint.npz")
-# What a run records besides its settings
-CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
-DATA = ("data", "data_checksum", "image_shape", "image_dtype", "classes", "running_stats")
-DETAILS = {*CHANGEABLE, *DATA}
-LARGEST_IMAGE = 65536  # limit on each size in image_shape
+CONFIG, METRICS, CURVES = "config.json", "metrics.jsonl", "curves.png"
+FILES = (CONFIG, METRICS, CURVES, CHECKPOINT)
 SECONDS_PER_DRAWING = 60  # minimum number of seconds between updates of curves.png during a run
 
 
-class Epoch(NamedTuple):
-    """One line of metrics.jsonl."""
+class Folder:
+    """A folder that stays open and locked until `close`. Files are written relative to the open folder, and only while
+    its path still names it, so that no other run of that name is overwritten."""
 
-    epoch: int  # counted from 1
-    train_seconds: float  # time for training, without evaluation
-    samples_per_second: float
-    train_loss: float  # mean over the examples; each loss is from the step that trained on the example
-    test_accuracy: float  # fraction of the test set that was classified correctly
-    learning_rate: float  # in the epoch's last step
+    def __init__(self, path: str | Path, option: str) -> None:
+        """Lock the folder, if it exists. option: the setting that names it: "resume" for the folder of a run, or "out".
 
-
-@dataclass
-class Position:
-    """A run's progress. Together with the seed, it determines the order of the remaining examples."""
-
-    history: list[Epoch] = field(default_factory=list)  # finished epochs
-    steps: int = 0  # finished steps of the unfinished epoch
-    loss_sum: float = 0.0  # sum of the examples' losses in these steps
-    seconds: float = 0.0  # training time for these steps
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "history": [epoch._asdict() for epoch in self.history]}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Position:
-        """Create a position from the result of `as_json`. Raises ValueError if a number is not finite or is out of
-        range."""
-        history = [Epoch(**epoch) for epoch in values["history"]]
-        steps, *sums = values["steps"], values["loss_sum"], values["seconds"]
-        numbers = [value for epoch in history for value in epoch] + sums
-        if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):  # nan is rejected too
-            raise ValueError("a value in the history, loss_sum or seconds is not a finite number")
-        if type(steps) is not int or steps < 0:
-            raise ValueError(f"steps={steps!r}")
-        return cls(history, steps, *sums)
-
-    def __str__(self) -> str:
-        done = [(len(self.history), "epoch"), (self.steps, "step")]
-        return " and ".join(f"{n} {log.plural(n, what)}" for n, what in done if n) or "0 steps"
-
-    def end_epoch(self, examples: int, test_accuracy: float, learning_rate: float) -> Epoch:
-        """Add the finished and evaluated epoch to the history."""
-        seconds, loss, number = self.seconds, self.loss_sum / examples, len(self.history) + 1
-        self.history.append(Epoch(number, seconds, examples / seconds, loss, test_accuracy, learning_rate))
-        self.steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
-        return self.history[-1]
-
-
-@dataclass
-class RunFolder:
-    """folder: None if nothing is saved, also in workers other than worker 0. position: the progress.
-
-    recorded: the settings in the folder; None in a new run. details: what config.json holds besides the settings, such
-    as the image shape; {} in a new run until `begin`. arrays: of the checkpoint, as in `Model.arrays`, and the
-    lesson's state; None in a new run, and once a model has loaded them.
-    """
-
-    folder: Path | None = None
-    position: Position = field(default_factory=Position)
-    recorded: Config | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    arrays: Arrays | None = None
-    _settings: dict[str, Any] = field(default_factory=dict)  # what config.json holds, without the details
-    _lock: int | None = None
-    _drawn: float = 0.0  # time.monotonic() when curves.png was last drawn
-
-    def configure(self, given: dict[str, Any]) -> Config:
-        """The settings of this run, which are the recorded ones if it is resumed. Says that a run is resumed.
-
-        given: the settings that the user passed, as `Config.parse` returns them. Raises UsageError if they are
-        invalid, or contradict the recorded ones.
+        Raises UsageError if another process is writing to the folder, or if a new run would overwrite a run.
         """
-        if self.recorded is None:
-            return Config(**given)
-        config, done = self.recorded.resumed(given), len(self.position.history)
-        if config.epochs < done:
-            raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
-        changed = config.epochs != self.recorded.epochs
-        instead = f"; epochs: {config.epochs} instead of {self.recorded.epochs}" if changed else ""
-        log.say(f"resuming {config.resume} after {self.position}{instead}")
-        if config.epochs == done:
-            longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
-            log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
-            self._settings["epochs"] = done  # nothing else changes a finished run
-            if changed:
-                self.save(self.arrays or {})
-        return config
+        self.path, self.option = Path(path), option
+        self._descriptor: int | None = None
+        self._drawn = 0.0  # time.monotonic() when curves.png was last drawn
+        if os.path.isdir(path):  # Path.is_dir fails for a name that is too long
+            self._open()
 
-    def lock(self) -> None:
-        """Lock the folder, and remove temporary files left by killed processes.
-
-        Raises UsageError if another process is writing to the folder, or if a new run would overwrite a run."""
-        if self.folder is None or self._lock is not None:
-            return
-        self._lock = files.lock(self.folder, "out" if self.recorded is None else "resume")
-        for name in FILES[::-1] if self.recorded is None else ():
-            if os.path.lexists(self.folder / name):
-                resume = f"continue it with {setting('resume', self.folder)}, or "
-                holds = "a run; " + resume if name == CHECKPOINT else f"{name}, but no checkpoint; remove it, or "
-                raise UsageError("out", self.folder, f"the folder holds {holds}use another folder")
-        for name in FILES:
-            files.remove_partial(self.folder / name)
-
-    def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def begin(self, config: Config, details: dict[str, Any]) -> None:
-        """Create and lock the folder, when training begins. config: the settings. details: what to record besides
-        them."""
-        details = json.loads(json.dumps({**details, "version": __version__}))  # the form that `read` returns
-        settings = json.loads(json.dumps(config.recorded()))
-        if self.recorded is not None:
-            self._say_what_changed({**settings, **details})
-        self._settings, self.details = settings, details
-        if self.folder is None:
-            return
+    def create(self) -> None:
+        """Create the folder, if it does not exist. Raises Error if it cannot be written to: now, not after the first
+        epoch."""
         try:
             import matplotlib.figure  # noqa: F401  # which curves.png needs after the first epoch
         except ValueError:
             raise UsageError("MPLBACKEND", os.environ.get("MPLBACKEND"), "not a backend of Matplotlib") from None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()  # fail now, not after the first epoch
+            if self._descriptor is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._open()
+            self._check_path()
+            tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
-            option = setting("out" if self.recorded is None else "resume", self.folder)
+            option = setting(self.option, self.path)
             raise Error(f"{option}: cannot write to the folder ({error.strerror}); use another folder") from None
-        self.lock()
 
-    def restore(self, model: Model) -> Arrays:
-        """Give a model the arrays of the checkpoint, if any. Returns those that the lesson itself keeps. Raises Error
-        if the others do not match the network."""
-        arrays, self.arrays = self.arrays or {}, None
-        of_lesson = {name: arrays.pop(name) for name in [*arrays] if name.startswith(STATE)}
-        try:
-            if arrays:
-                model.load(arrays)
-        except Error as error:
-            raise Error(f"{self.folder}: {error}") from None
-        return of_lesson
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
-    def save(self, arrays: Arrays) -> None:
-        """Write checkpoint.npz, config.json and metrics.jsonl."""
-        if self.folder is None:
-            return
-        content = {"format": FORMAT, "config": {**self._settings, **self.details}, **self.position.as_json()}
-        checkpoint.save(self.folder / CHECKPOINT, arrays, content)
-        self._write_text()
-        if self.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
-            self._draw()
+    def write(self, run: Run) -> None:
+        """Write the run, config.json and metrics.jsonl. Raises Error if that fails, or if the folder's path now names
+        another one; no file is then changed."""
+        self._write(CHECKPOINT, checkpoint.packed(run.arrays, run.as_json()))
+        self._write_text(run)
+        if run.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
+            self._draw(run.position.history)
 
-    def end(self) -> None:
+    def end(self, run: Run) -> None:
         """Write the final metrics and curves."""
-        if self.folder is not None:
-            self._write_text()
-            if self.position.history:
-                self._draw()
+        self._write_text(run)
+        if run.position.history:
+            self._draw(run.position.history)
 
-    def _say_what_changed(self, new: dict[str, Any]) -> None:
-        """Print a notice if something that may change has changed in a resumed run. new: settings and details."""
-        names = [name for name in sorted(SETTINGS) if SETTINGS[name].changeable and name != "epochs"]
-        old = {**self._settings, **self.details}
-        changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
-        if changed:
-            effect = "results are the same except for rounding, and for random numbers in a step"
-            if "impl" in changed:
-                effect = "the other lesson continues the run"
-            elif new["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
-                effect = "results differ, because batch normalization sees only the examples of one shard"
-            changes = [f"{name} {shown(new[name])} instead of {shown(old[name])}" for name in changed]
-            log.say(f"{', '.join(changes)}: {effect}")
+    def _open(self) -> None:
+        """Lock the folder, and remove temporary files left by killed processes."""
+        self._descriptor = files.lock(self.path, self.option)
+        try:
+            for name in FILES[::-1] if self.option == "out" else ():
+                if os.path.lexists(self.path / name):
+                    resume = f"continue it with {setting('resume', self.path)}, or "
+                    holds = "a run; " + resume if name == CHECKPOINT else f"{name}, but no checkpoint; remove it, or "
+                    raise UsageError("out", self.path, f"the folder holds {holds}use another folder")
+            for name in os.listdir(self._descriptor):
+                if re.fullmatch(rf"\.({'|'.join(map(re.escape, FILES))})\..*{re.escape(files.PART)}", name):
+                    with suppress(OSError):  # if the folder is not writable, the next attempt to write raises an error
+                        os.unlink(name, dir_fd=self._descriptor)
+        except BaseException:
+            self.close()
+            raise
 
-    def _write_text(self) -> None:
-        assert self.folder is not None
-        config = json.dumps({**self._settings, **self.details}, indent=2) + "\n"
-        metrics = "".join(json.dumps(epoch._asdict()) + "\n" for epoch in self.position.history)
-        files.write_whole(self.folder / CONFIG, lambda file: file.write(config.encode()))
-        files.write_whole(self.folder / METRICS, lambda file: file.write(metrics.encode()))
+    def _write_text(self, run: Run) -> None:
+        self._write(CONFIG, (json.dumps(run.described(), indent=2) + "\n").encode())
+        self._write(METRICS, "".join(json.dumps(e._asdict()) + "\n" for e in run.position.history).encode())
 
-    def _draw(self) -> None:
+    def _write(self, name: str, content: bytes) -> None:
+        """Write a file completely or not at all."""
+        folder = self._check_path()
+        temporary, where = f".{name}.{os.getpid()}{files.PART}", {"dir_fd": folder}
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, **where)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a symbolic link
+            with open(os.open(temporary, flags, 0o666, **where), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)  # so that the name survives a power cut
+        except OSError as error:
+            raise files.cannot_write(self.path / name, error) from None
+        finally:
+            with suppress(OSError):  # the temporary file has replaced the other one, or was never created
+                os.unlink(temporary, **where)
+
+    def _check_path(self) -> int:
+        """Raise Error if the path does not name the open folder. Returns its descriptor."""
+        assert self._descriptor is not None
+        try:
+            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            is_same = False
+        if not is_same:
+            advice = "the run's folder was moved, deleted or replaced, so training stopped"
+            raise Error(f"{self.path}: {advice}; if it was moved, continue with its new path")
+        return self._descriptor
+
+    def _draw(self, history: list[Epoch]) -> None:
         """Plot loss and accuracy against epochs."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
-        assert self.folder is not None
-        figure, history = Figure(figsize=(8, 3.2), layout="constrained"), self.position.history
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
         losses, accuracies = [e.train_loss for e in history], [e.test_accuracy for e in history]
         panels = (("training loss", losses), ("test accuracy", accuracies))
         for axes, (title, values) in zip(figure.subplots(1, 2), panels):
@@ -234,97 +143,35 @@ class RunFolder:
             axes.set(ylabel=title, xlabel="epoch")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
-        files.write_whole(self.folder / CURVES, lambda file: figure.savefig(file, format="png", dpi=120))
+        drawing = io.BytesIO()
+        figure.savefig(drawing, format="png", dpi=120)
+        self._write(CURVES, drawing.getvalue())
         self._drawn = time.monotonic()
 
 
 @contextmanager
-def open_run(options: dict[str, Any], group: Group) -> Iterator[RunFolder]:
-    """Open a new run, or the one to resume; all workers use worker 0's run. Its folder stays locked inside the `with`
-    block.
+def opened(given: dict[str, Any], group: Group) -> Iterator[tuple[Folder | None, Run | None]]:
+    """Yields the folder of a run, if it has one, and the recorded run, if it is resumed. The folder is locked inside
+    the `with` block. All workers get worker 0's run; only worker 0 has the folder, and the run's arrays.
 
-    options: as `Config.parse` returns them. Raises UsageError if the folder holds no run to resume, or a run that a new
-    one would overwrite, or if the options differ between workers; Error if the checkpoint is damaged.
+    given: the settings that the user passed. Raises UsageError if there is no run to resume, or if a new run would
+    overwrite one; Error if the checkpoint is damaged.
     """
-    if group.size > 1:
-        texts = {setting(name): str(value) for name, value in options.items()}
-        group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
-    run = RunFolder()
+    folder = run = None
     try:
-        if group.rank == 0 and options.get("resume") is not None:
-            run = read(options["resume"], lock=True)
-        elif group.rank == 0 and options.get("out") is not None:
-            run.folder = Path(options["out"])
-            if os.path.isdir(run.folder):  # Path.is_dir fails for a name that is too long
-                run.lock()
-        yield run if group.size == 1 else _of_worker_0(run, group)
+        if group.rank == 0 and given.get("resume") is not None:
+            folder = Folder(given["resume"], "resume")
+            run = read(given["resume"])
+        elif group.rank == 0 and given.get("out") is not None:
+            folder = Folder(given["out"], "out")
+        yield folder, _of_worker_0(run, group)
     finally:
-        run.unlock()
+        if folder:
+            folder.close()
 
 
-def _of_worker_0(run: RunFolder, group: Group) -> RunFolder:
-    """Worker 0's run. The other workers do not have its folder."""
-    recorded = run.recorded and vars(run.recorded)
-    start = group.broadcast({"recorded": recorded, "position": run.position.as_json(), "details": run.details})
-    if group.rank == 0:
+def _of_worker_0(run: Run | None, group: Group) -> Run | None:
+    if group.size == 1:
         return run
-    config = Config(**Config.parse(start["recorded"])) if start["recorded"] else None
-    return RunFolder(None, Position.from_json(start["position"]), config, start["details"])
-
-
-def read(folder: str | Path, lock: bool = False) -> RunFolder:
-    """Read the run in a folder. lock: lock the folder first, to resume it.
-
-    Raises UsageError if the folder does not hold a run, Error if the checkpoint is damaged or from an unknown version.
-    """
-    folder = Path(folder)
-    if not exists(folder):
-        raise UsageError(None, folder, _no_run(folder))
-    run = RunFolder(folder, recorded=Config())
-    if lock:
-        run.lock()
-    path = folder / CHECKPOINT
-    try:
-        run.arrays, content = checkpoint.load(path)
-        if content.get("format") != FORMAT:
-            raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
-        run.position, written = Position.from_json(content), dict(content["config"])
-        run._settings = {name: value for name, value in written.items() if name in RECORDED}
-        run.details = {name: value for name, value in written.items() if name in DETAILS}
-        run.recorded = Config(**Config.parse({**run._settings, **_devices(run.details)}))
-        shape = tuple(run.details.get("image_shape", IMAGE_SHAPE))
-        if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
-            raise ValueError(f"image_shape {shape}")
-        run.details["image_shape"] = shape
-        if unknown := [f"{name} ({written[name]})" for name in sorted(written.keys() - RECORDED - DETAILS)]:
-            log.say(f"{path}: this version ignores {', '.join(unknown)}, because it has no such settings")
-    except BaseException as error:
-        run.unlock()
-        if isinstance(error, (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError)):
-            advice = f"invalid run configuration ({error}); start the run again in another folder"
-            raise Error(f"{path}: {advice}") from None
-        raise
-    return run
-
-
-def exists(folder: str | Path) -> bool:
-    """Whether the folder holds a run, that is, a checkpoint, even a damaged one."""
-    return os.path.lexists(Path(folder) / CHECKPOINT)
-
-
-def _no_run(folder: Path) -> str:
-    """Explain why a path is not the folder of a run, and what to do."""
-    if os.path.isfile(folder):
-        return f"a file; pass the run's folder, such as {folder.parent}"
-    runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINT}")) if os.path.isdir(folder) else []
-    if runs:
-        return f"not a run; did you mean {runs[0]}?"
-    return "not a run: it has no checkpoint; pass the folder of a run, such as runs/first"
-
-
-def _devices(details: dict[str, Any]) -> dict[str, Any]:
-    """The settings for the recorded devices, such as ["cpu(0)", "cpu(1)"]. Raises ValueError if they are invalid."""
-    parsed = re.findall(r"(cpu|gpu)\((\d+)\)", " ".join(details["devices"]))
-    if not parsed or len(parsed) != len(details["devices"]):
-        raise ValueError(f"devices {details['devices']}")
-    return {"device": parsed[0][0], "gpus": [int(index) for _, index in parsed]}
+    content = group.broadcast(run and run.as_json())
+    return run if group.rank == 0 or content is None else Run.from_json(content, {})

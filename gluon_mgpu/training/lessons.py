@@ -5,26 +5,21 @@ This module imports no mxnet; `load` does.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from numbers import Real
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from gluon_mgpu.support import errors
 from gluon_mgpu.support.errors import UsageError, setting
+from gluon_mgpu.support.programs import execute
 from gluon_mgpu.training.config import LESSONS, SETTINGS, Config
 
 # The functions that scratch, highlevel and copies of them have, and those by which the two are told apart.
 COMMON = ("lenet", "split_and_load", "forward_backward", "train_batch", "evaluate_accuracy")
 DISTINCT = {"scratch": ("init_params", "get_params", "allreduce", "sgd"), "highlevel": ("initialize",)}
-RETURNING = {*COMMON, "init_params", "get_params"}  # those that must return something
+PACKAGES = {f"gluon_mgpu.{name}": name for name in LESSONS}  # {module: lesson}
 
 
 def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> ModuleType:
@@ -48,136 +43,81 @@ def load(impl: str, fresh: bool = False, **functions: Callable[..., Any]) -> Mod
         if not callable(getattr(lesson, function, None)):
             raise UsageError(function, None, f"{impl} has no function with this name")
     vars(lesson).update(functions)
-    _check_functions(lesson)
-    for function in RETURNING & {*vars(lesson)}:
-        setattr(lesson, function, _returning(lesson, function))
+    _check_functions(describe(lesson))
     return lesson
 
 
-def execute(name: str, path: str) -> ModuleType:
-    """Execute a file as a new module."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
-    errors.user_files.add(str(spec.origin))
-    sys.modules[name] = module  # as an import would do; dataclasses need it
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        if before is not None and name.startswith("gluon_mgpu."):  # programs have imported the package's lessons
-            sys.modules[name] = before
-    return module
-
-
-def _returning(lesson: ModuleType, name: str) -> Callable[..., Any]:
-    """A lesson's function, which raises UsageError if it returns nothing, a list of anything but arrays, or an accuracy
-    that is none."""
-    function = getattr(lesson, name)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
-        if result is None:
-            raise UsageError("impl", name_of(lesson), f"{name} returned None; add its return statement")
-        if isinstance(result, (list, tuple)) and not all(hasattr(array, "asnumpy") for array in result):
-            raise UsageError(
-                "impl", name_of(lesson), f"{name} returned {result!r:.60}; it must return a list of arrays"
-            )
-        if name == "evaluate_accuracy" and not (isinstance(result, Real) and 0 <= float(result) <= 1):
-            advice = f"{name} returned {result!r:.60}; it must return a number from 0 to 1"
-            raise UsageError("impl", name_of(lesson), advice)
-        return result
-
-    return call
-
-
-def _check_functions(lesson: ModuleType) -> None:
+def _check_functions(lesson: Lesson) -> None:
     """Raise UsageError if a lesson's function is missing, or takes other arguments than in this package's lesson."""
-    copied = family(lesson)
-    for name in COMMON + DISTINCT[copied]:
-        parameters = inspect.signature(getattr(load(copied), name)).parameters.values()
+    original = load(lesson.family)
+    for name in COMMON + DISTINCT[lesson.family]:
+        parameters = inspect.signature(getattr(original, name)).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty]
-        function = getattr(lesson, name, None)
+        function = getattr(lesson.module, name, None)
         if not callable(function):
-            raise UsageError("impl", name_of(lesson), f"the function {name}({', '.join(required)}) is missing")
+            raise UsageError("impl", lesson.name, f"the function {name}({', '.join(required)}) is missing")
         signature = inspect.signature(function)
         try:
             signature.bind(*required)
         except TypeError:
             advice = f"{name}({', '.join(signature.parameters)}) must take ({', '.join(required)})"
-            raise UsageError("impl", name_of(lesson), advice) from None
-
-
-# Which lesson a module is
+            raise UsageError("impl", lesson.name, advice) from None
 
 
 def name_of(lesson: ModuleType) -> str:
     """The name of a lesson as in --impl: "scratch", "highlevel" or a path."""
-    if lesson.__name__.startswith("gluon_mgpu."):
-        return lesson.__name__.removeprefix("gluon_mgpu.")
+    if lesson.__name__ in PACKAGES:
+        return PACKAGES[lesson.__name__]
     return str(lesson.__file__) if lesson.__name__ in LESSONS else lesson.__name__
 
 
-def is_own(lesson: ModuleType) -> bool:
-    """Whether this is a user's own lesson, not one of the package's."""
-    return name_of(lesson) not in LESSONS
+class Lesson(NamedTuple):
+    """What there is to know about a lesson. name: as in --impl. family: the package's lesson that it is, or is a copy
+    of. is_own: whether it is the user's own. missing: the settings without a meaning in it."""
+
+    module: ModuleType
+    name: str
+    family: str
+    is_own: bool
+    missing: frozenset[str]
+
+    @property
+    def recorded(self) -> str:
+        """The name that a run records: of a file, the path from the root."""
+        is_file = self.is_own and self.name.endswith(".py")
+        return str(getattr(self.module, "__file__", None) or self.name) if is_file else self.name
+
+    def check_settings(self, config: Config) -> None:
+        """Raise UsageError if a setting has no meaning in this lesson, and is not the default."""
+        for name in config.changed(sorted(self.missing)):
+            raise self._refused(name, getattr(config, name))
+
+    def for_training(self, config: Config, given: Collection[str]) -> Config:
+        """The settings for training with this lesson, even if it is not the resumed run's lesson: settings that may
+        change and are not given get their defaults if the lesson does not have them.
+
+        given: names of the settings that the user passed. Raises UsageError if one of them has no meaning in this
+        lesson, or if the run needs one that has none.
+        """
+        for name in sorted(self.missing.intersection(given)):
+            raise self._refused(name, getattr(config, name))
+        config = config.with_defaults([name for name in self.missing if SETTINGS[name].changeable])
+        for name in config.changed(sorted(self.missing)):
+            used, others = setting(name, getattr(config, name)), " and ".join(SETTINGS[name].lessons)
+            raise UsageError("impl", self.name, f"the run used {used}, which only {others} can continue")
+        return config
+
+    def _refused(self, name: str, value: object) -> UsageError:
+        others = " and ".join(SETTINGS[name].lessons)
+        return UsageError(name, value, f"not supported by {self.name}, only by {others} and copies of it")
 
 
-def has_own(function: str, lesson: ModuleType) -> bool:
-    """Whether a user's own lesson has changed this function of the package's lesson."""
-    sources = set()
-    for module in (lesson, load(family(lesson))):
-        with suppress(OSError, TypeError):  # it has no such function, or its code is in no file
-            sources.add(inspect.getsource(getattr(module, function, None)))  # type: ignore[arg-type]
-    return len(sources) > 1
-
-
-def is_unchanged(lesson: ModuleType) -> bool:
-    """Whether this is one of the package's lessons, and a Python program has replaced none of its functions."""
-    functions = [value for value in vars(lesson).values() if inspect.isfunction(value)]
-    return not is_own(lesson) and all(function.__module__.startswith("gluon_mgpu.") for function in functions)
-
-
-def family(lesson: ModuleType) -> str:
-    """The name of the package's lesson that this is, or is a changed copy of."""
-    if not is_own(lesson):
-        return name_of(lesson)
-    for name, functions in DISTINCT.items():
-        if hasattr(lesson, functions[0]):
-            return name
-    advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
-    raise UsageError("impl", name_of(lesson), advice)
-
-
-# Which settings a lesson has
-
-
-def unsupported(lesson: ModuleType) -> list[str]:
-    """The settings without a meaning in a lesson."""
-    its_family = family(lesson)
-    return [name for name, declared in SETTINGS.items() if its_family not in declared.lessons]
-
-
-def check_settings(config: Config, lesson: ModuleType) -> None:
-    """Raise UsageError if a setting has no meaning in a lesson."""
-    for name in config.changed(unsupported(lesson)):
-        advice = f"not supported by {name_of(lesson)}, only by {_lessons_with(name)}"
-        raise UsageError(name, getattr(config, name), advice)
-
-
-def _lessons_with(name: str) -> str:
-    return " and ".join(SETTINGS[name].lessons)
-
-
-def for_training(config: Config, lesson: ModuleType, given: Collection[str]) -> Config:
-    """The settings for training with a lesson, even if it is not the resumed run's lesson: settings that may change and
-    are not given get their defaults if the lesson does not have them. Raises UsageError if others are not defaults."""
-    missing = {*unsupported(lesson)} - {*given}
-    config = config.with_defaults([name for name in missing if SETTINGS[name].changeable])
-    for name in config.changed(missing):
-        used = setting(name, getattr(config, name))
-        raise UsageError("impl", name_of(lesson), f"the run used {used}, which only {_lessons_with(name)} can continue")
-    return config
+def describe(module: ModuleType) -> Lesson:
+    """Find out what there is to know about a lesson. Raises UsageError if it is a copy of neither."""
+    name = name_of(module)
+    family = name if name in LESSONS else next((f for f, names in DISTINCT.items() if hasattr(module, names[0])), None)
+    if family is None:
+        advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
+        raise UsageError("impl", name, advice)
+    missing = frozenset(setting for setting, declared in SETTINGS.items() if family not in declared.lessons)
+    return Lesson(module, name, family, name not in LESSONS, missing)

@@ -15,65 +15,77 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mxnet import nd
-from mxnet.ndarray import NDArray
 
-from gluon_mgpu.data.batches import LARGEST_BATCH, Pending, batches, seed_generators, seed_of_step, shuffled
+from gluon_mgpu.data.batches import LARGEST_BATCH, batches, shuffled
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, Interrupted, setting
-from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import Epoch, Position, RunFolder, exists
-from gluon_mgpu.training.lessons import is_own
+from gluon_mgpu.training.checkpoint import Arrays
+from gluon_mgpu.training.folder import Folder
+from gluon_mgpu.training.losses import Losses
 from gluon_mgpu.training.model import Model, read_arrays
-from gluon_mgpu.training.state import LessonState, UnsavedArrays
+from gluon_mgpu.training.record import Epoch, Run, exists
+from gluon_mgpu.training.seeds import seed_generators, seed_of_step
+from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import Step
+from gluon_mgpu.training.watch import UnsavedArrays
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 SAME_SIGNAL = 0.5  # seconds; a second signal within this time is a duplicate from mpiexec or a cluster manager
 Item = TypeVar("Item")
 
 
 class Setup(NamedTuple):
-    """What `fit` trains; nothing in it changes afterward. state: the arrays that the lesson itself keeps, if any.
-    warning: a line to repeat at the end; empty if there is none."""
+    """A run, and what `fit` needs to train it; nothing in it changes afterward, except the run's position.
 
-    config: Config
+    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. unsaved: looks for others.
+    warning: a line to repeat at the end; empty if there is none.
+    """
+
+    run: Run
     data: Dataset
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
-    state: LessonState | None
+    state: LessonState | None = None
+    unsaved: UnsavedArrays | None = None
     warning: str = ""
 
+    def arrays(self) -> Arrays:
+        """What a checkpoint holds now; all workers call this at the same time."""
+        return {**read_arrays(self.model), **(self.state.read() if self.state else {})}
 
-def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
+
+def fit(setup: Setup, folder: Folder | None, group: Group) -> list[Epoch]:
     """Train the remaining epochs of a run. Returns all epochs.
 
-    On Ctrl-C, raises Interrupted; its one-line message says what was saved. Raises Error if a loss or a parameter is
-    not finite.
+    folder: where worker 0 saves the run. On Ctrl-C, raises Interrupted; its one-line message says what was saved.
+    Raises Error if a loss or a parameter is not finite.
     """
-    config, data, model, state = setup.config, setup.data, setup.model, setup.state
-    position, saves = run.position, run.folder is not None
+    config, position, data, model = setup.run.config, setup.run.position, setup.data, setup.model
     steps_per_epoch = -(-len(data.train_labels) // config.batch_size)
-    unsaved = UnsavedArrays(model.lesson, state) if saves and is_own(model.lesson) else None
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
-        _print(" ".join(["running on:", str(model.ctx), *several]), run)
-    with CtrlC(saves) as ctrl_c:
+        _print(" ".join(["running on:", str(model.ctx), *several]), folder)
+    with CtrlC(folder is not None) as ctrl_c:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
-            stopped = _train_epoch(number, position, setup, group, ctrl_c, unsaved)
-            arrays = {**_check_replicas(model, f"epoch {number}", group), **(state.read() if state else {})}
+            stopped = _train_epoch(number, setup, group, ctrl_c)
+            of_lesson = setup.state.read() if setup.state else {}
+            run = setup.run._replace(arrays={**_check_replicas(model, f"epoch {number}", group), **of_lesson})
             accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
             if accuracy is None:
-                raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, arrays))
+                raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, folder))
             last_lr = config.learning_rate(number * steps_per_epoch - 1, steps_per_epoch)
             epoch = position.end_epoch(len(data.train_labels), accuracy, last_lr)
-            run.save(arrays)
+            if folder:
+                folder.write(run)
             if not group.rank:
-                _print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", run)
-                _say_if_guessing(epoch, data.classes, number * steps_per_epoch)
-        run.end()
+                _print(f"epoch {number}, time: {epoch.train_seconds:.1f} sec, test acc: {accuracy:.2f}", folder)
+                _say_if_guessing(position.history, data.classes, steps_per_epoch)
+        if folder:
+            folder.end(setup.run)
         if setup.warning:
             log.say(f"remember: {setup.warning}")
         if group.is_set_anywhere(ctrl_c.asked):
@@ -81,11 +93,10 @@ def fit(run: RunFolder, setup: Setup, group: Group) -> list[Epoch]:
     return position.history
 
 
-def _train_epoch(
-    number: int, position: Position, setup: Setup, group: Group, ctrl_c: CtrlC, unsaved: UnsavedArrays | None
-) -> bool:
-    """Take the remaining steps of an epoch, and count them in `position`. Returns whether Ctrl-C ended it early."""
-    config, data, model = setup.config, setup.data, setup.model
+def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool:
+    """Take the remaining steps of an epoch, and count them in the run's position. Returns whether Ctrl-C ended it
+    early."""
+    config, position, data, model = setup.run.config, setup.run.position, setup.data, setup.model
     assert config.seed is not None
     examples, size = len(data.train_labels), config.batch_size
     steps_per_epoch = -(-examples // size)
@@ -99,63 +110,21 @@ def _train_epoch(
         if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
             stopped = True
             break
-        if model.draws:
-            seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
+        seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
         lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
         losses.add(setup.step(X, y, lr), X.shape[0])
         position.steps += 1
-        if unsaved:
-            unsaved.after_step()
+        if setup.unsaved:
+            setup.unsaved.after_step()
     position.loss_sum += losses.finish()
     nd.waitall()
     position.seconds = time.perf_counter() - start
     return stopped
 
 
-class Losses:
-    """The losses of an epoch's steps: their sum, and a progress bar that shows the latest one. Reading a loss waits for
-    the engine, so losses are read some steps later."""
-
-    def __init__(self, epoch: int, examples: int, batch_size: int, steps: int, group: Group) -> None:
-        """steps: number of steps before these, in the same epoch."""
-        self.title, self.examples, self.batch_size, self.group = f"epoch {epoch}", examples, batch_size, group
-        self.steps, self.loss_sum, self.pending = steps, 0.0, Pending()
-        options = {"unit": " examples", "unit_scale": True, "desc": self.title}
-        self.bar = log.progress(total=examples, initial=steps * batch_size, **options)
-
-    def add(self, shards: list[NDArray], examples: int) -> None:
-        """Add the losses of a step that has just been issued. Raises Error if earlier ones are not finite, or if these
-        are not one for each of its examples."""
-        count = sum(shard.size for shard in shards)
-        if count != examples:
-            advice = f"a step on {examples} examples returned {count} losses; return one for each, not their mean"
-            raise Error(f"train_batch: {advice}")
-        self.pending.add(shards)
-        for losses in self.pending.ready():
-            self._read(losses)
-
-    def finish(self) -> float:
-        """Read the remaining losses. Returns the sum over all steps and workers."""
-        for losses in self.pending.rest():
-            self._read(losses)
-        self.bar.close()
-        return self.group.total(self.loss_sum)
-
-    def _read(self, losses: np.ndarray) -> None:
-        self.bar.update(min(self.batch_size, self.examples - self.steps * self.batch_size))
-        self.steps += 1
-        loss = float(losses.mean(dtype=np.float64))
-        self.loss_sum += loss * len(losses)
-        if not math.isfinite(loss):
-            self.bar.close()
-            where = f"{self.title}, step {self.steps}"
-            raise Error(f"the loss is not finite at {where}: training stopped; try a smaller {setting('lr')}")
-        self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-
-
 def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
-    config, data, model = setup.config, setup.data, setup.model
+    config, data, model = setup.run.config, setup.data, setup.model
     batch_size = min(config.batch_size, LARGEST_BATCH)
     local = group.local_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
@@ -192,36 +161,40 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
     return first
 
 
-def _print(line: str, run: RunFolder) -> None:
+def _print(line: str, folder: Folder | None) -> None:
     try:
         print(line, flush=True)
     except OSError as error:
-        saved = f"; continue with {setting('resume', run.folder)}" if run.folder and exists(run.folder) else ""
+        saved = f"; continue with {setting('resume', folder.path)}" if folder and exists(folder.path) else ""
         raise Error(f"cannot print ({error.strerror}), so training stopped{saved}") from None
 
 
-def _say_if_guessing(epoch: Epoch, classes: int, steps: int) -> None:
-    """Print a notice if the loss is no better than guessing. steps: number of all steps."""
+def _say_if_guessing(history: list[Epoch], classes: int, steps_per_epoch: int) -> None:
+    """Print a notice after the first epoch whose loss should be better than guessing, and is not."""
     guessing = math.log(classes)  # the loss if every class has the same probability
-    if abs(epoch.train_loss - guessing) < 0.01 * guessing and steps >= PLATEAU_STEPS:
+    late = [epoch for epoch in history if epoch.epoch * steps_per_epoch >= PLATEAU_STEPS]
+    if [abs(epoch.train_loss - guessing) < 0.01 * guessing for epoch in late].count(True) == 1 and (
+        abs(history[-1].train_loss - guessing) < 0.01 * guessing
+    ):
         log.say(
-            f"a mean loss of {epoch.train_loss:.2f} is no better than guessing: with small initial weights, this is "
-            f"normal for a few hundred steps; after that, check that each image keeps its label, and try a larger "
+            f"a mean loss of {history[-1].train_loss:.2f} is no better than guessing: with small initial weights, this "
+            "is normal for a few hundred steps; after that, check that each image keeps its label, and try a larger "
             f"{setting('lr')}"
         )
 
 
-def _interrupted(run: RunFolder, arrays: dict[str, np.ndarray]) -> str:
+def _interrupted(run: Run, folder: Folder | None) -> str:
     """Save a checkpoint of an interrupted run. Returns one line that says what was saved."""
-    if run.folder is None:
+    if folder is None:
         return f"interrupted after {run.position}; nothing was saved"
-    run.save(arrays)
-    run.end()
-    return f"interrupted after {run.position}; checkpoint saved; continue with {setting('resume', run.folder)}"
+    folder.write(run)
+    folder.end(run)
+    return f"interrupted after {run.position}; checkpoint saved; continue with {setting('resume', folder.path)}"
 
 
 class CtrlC:
-    """Defers Ctrl-C and SIGTERM until the whole step is issued, because half a step would make the replicas unequal.
+    """Defers Ctrl-C, SIGTERM and SIGHUP until the whole step is issued, because half a step would make the replicas
+    unequal.
 
     A second Ctrl-C takes effect immediately. Python delivers signals only to the main thread; in any other thread, this
     class does nothing.
@@ -234,7 +207,7 @@ class CtrlC:
     def __enter__(self) -> CtrlC:
         self.asked, self.since = False, 0.0
         main = threading.current_thread() is threading.main_thread()
-        signals = [s for s in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(s) is not signal.SIG_IGN]
+        signals = [s for s in SIGNALS if main and signal.getsignal(s) is not signal.SIG_IGN]
         self.before = {s: signal.signal(s, self._handle) for s in signals}
         return self
 

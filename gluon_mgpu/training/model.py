@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from mxnet import Context, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.lessons import name_of
+from gluon_mgpu.training.registry import LENET_NAMES
 
 VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name
 
@@ -20,7 +23,6 @@ VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix 
 class Model(ABC):
     """A network with a replica on each device in ctx, trained with the functions of a lesson."""
 
-    draws = True  # whether a step may draw random numbers
     running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
 
     def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
@@ -46,10 +48,20 @@ class Model(ABC):
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set all replicas. arrays: as in `arrays`. Raises Error if their names or shapes do not match this network."""
+        arrays = self._with_todays_names(arrays)
         self._check_match(arrays)
         for device in range(len(self.ctx)):
             for name, array in self.arrays(device).items():
                 nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
+
+    def _with_todays_names(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Earlier versions named the arrays of any network of eight arrays as LeNet's."""
+        names = [name for name in self.arrays() if not name.startswith(VELOCITY)]
+        if len(names) != len(LENET_NAMES) or not arrays.keys() >= {*LENET_NAMES}:
+            return arrays
+        now = dict(zip(LENET_NAMES, names))
+        now |= {VELOCITY + name: VELOCITY + other for name, other in now.items()}
+        return {now.get(name, name): array for name, array in arrays.items()}
 
     def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
         ours, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
@@ -59,7 +71,10 @@ class Model(ABC):
             raise Error(f"the checkpoint is from a different network or lesson: {where} {name} {shape}")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
-        return self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
+        accuracy = self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
+        if not (isinstance(accuracy, Real) and 0 <= float(accuracy) <= 1):
+            raise self.wrong("evaluate_accuracy", accuracy, "a number from 0 to 1")
+        return float(accuracy)
 
     # The parts of a step, which `step.assemble` puts together
 
@@ -76,7 +91,19 @@ class Model(ABC):
         """Update each replica with its gradients, which are sums over batch_size examples."""
 
     def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return self.lesson.split_and_load(data, self.ctx)
+        return self.arrays_from("split_and_load", data, self.ctx)
+
+    def arrays_from(self, function: str, *args: Any) -> list[NDArray]:
+        """Call a function of the lesson. Raises UsageError if it returns anything but a list of NDArrays."""
+        arrays = getattr(self.lesson, function)(*args)
+        if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
+            raise self.wrong(function, arrays, "a list of NDArrays")
+        return arrays  # type: ignore[return-value]
+
+    def wrong(self, function: str, returned: object, right: str) -> UsageError:
+        """The error for a function of the lesson that returns something wrong."""
+        advice = "add its return statement" if returned is None else f"it must return {right}"
+        return UsageError("impl", name_of(self.lesson), f"{function} returned {returned!r:.60}; {advice}")
 
     def grads(self, device: int = 0) -> dict[str, NDArray]:
         """The gradients on one device, by the names of their parameters."""

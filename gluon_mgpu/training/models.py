@@ -17,14 +17,14 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu import networks
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support.errors import UsageError, reason
-from gluon_mgpu.training import lessons, tuning
+from gluon_mgpu.training import lessons, registry, tuning
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.lessons import is_unchanged, name_of
+from gluon_mgpu.training.lessons import Lesson, name_of
 from gluon_mgpu.training.model import VELOCITY, Model
+from gluon_mgpu.training.registry import array_names
 from gluon_mgpu.training.step import average_running_stats
 from gluon_mgpu.training.workers import Group
 
@@ -36,22 +36,24 @@ class ArrayModel(Model):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.draws = not is_unchanged(self.lesson)
-        params = self.lesson.init_params()
-        self.device_params = [self.lesson.get_params(params, c) for c in self.ctx]
-        self.names = _array_names(len(params))
+        params = self.arrays_from("init_params")
+        self.device_params = [self.arrays_from("get_params", params, c) for c in self.ctx]
+        self.names = array_names([param.ndim for param in params])
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        return self.lesson.train_batch(X, y, self.device_params, self.ctx, lr)
+        return self.arrays_from("train_batch", X, y, self.device_params, self.ctx, lr)
 
     def predict(self, X: NDArray) -> NDArray:
-        return self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
+        scores = self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
+        if not isinstance(scores, NDArray):
+            raise self.wrong("lenet", scores, "an NDArray of scores")
+        return scores
 
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return dict(zip(self.names, self.device_params[device]))
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.lesson.forward_backward(self.device_params, Xs, ys)
+        return self.arrays_from("forward_backward", self.device_params, Xs, ys)
 
     def allreduce(self) -> None:
         for i in range(len(self.names)):
@@ -72,13 +74,12 @@ class GluonModel(Model):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config, ctx = self.config, self.ctx
-        network = networks.get(config.model)
-        self.draws = not (is_unchanged(self.lesson) and (network is None or network.build is networks.lenet_max))
+        self.network = registry.get(config.model)
         self.lesson_net = self.net = self._create_net()
         if config.tune:
             self.net = self._tuned()
         params = self._params()
-        self.parameters = dict(zip(self._names([*params]), params.values()))
+        self.parameters = dict(zip(self._names(params), params.values()))
         self.running_stats = [name for name, p in zip(self.parameters, params) if p.endswith(RUNNING_STATS)]
         trained = {name: p for name, p in self.parameters.items() if p.grad_req != "null"}
         rule = {"learning_rate": config.lr, "momentum": config.momentum, "wd": config.weight_decay}
@@ -93,9 +94,11 @@ class GluonModel(Model):
 
     def _create_net(self) -> gluon.Block:
         """The lesson's network, or a registered one, initialized on all devices."""
-        network, initialize = networks.get(self.config.model), self.lesson.initialize
+        network, initialize = self.network, self.lesson.initialize
         with mx.name.NameManager():  # counts layers from 0, whatever was built before
             net = network.build() if network else self.lesson.lenet()
+        if net is None:
+            raise self.wrong("lenet", net, "a network")
         if network is None or network.init is None:
             initialize(net, self.ctx)
         elif "init" in inspect.signature(initialize).parameters:
@@ -130,11 +133,13 @@ class GluonModel(Model):
             names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 
-    def _names(self, names: Sequence[str]) -> Sequence[str]:
+    def _names(self, params: dict[str, gluon.Parameter]) -> Sequence[str]:
         """The names of the network's arrays in checkpoints: Gluon's or, for what scratch can train too, scratch's."""
-        network = networks.get(self.config.model)
+        network, names = self.network, [*params]
         if network is None:
-            return names if any(name.endswith(RUNNING_STATS) for name in names) else _array_names(len(names))
+            if any(name.endswith(RUNNING_STATS) for name in names):
+                return names
+            return array_names([len(p.shape) for p in params.values()])
         if network.names and len(network.names) != len(names):
             advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
             raise UsageError("model", self.config.model, advice)
@@ -142,7 +147,7 @@ class GluonModel(Model):
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = self.lesson.train_batch(X, y, self.net, self.ctx, self.trainer)
+        losses = self.arrays_from("train_batch", X, y, self.net, self.ctx, self.trainer)
         average_running_stats(self, losses, X.shape[0], Group())
         return losses
 
@@ -153,7 +158,7 @@ class GluonModel(Model):
         return self._arrays[device]
 
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.lesson.forward_backward(self.net, Xs, ys)
+        return self.arrays_from("forward_backward", self.net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -188,12 +193,19 @@ def create_model(
     Raises UsageError if the settings, the devices, the network and the data do not fit together.
     """
     startup.check_contexts(ctx)
-    lesson = impl if isinstance(impl, ModuleType) else lessons.load(impl)
-    config = config or Config(impl=lessons.name_of(lesson))
-    lessons.check_settings(config, lesson)
+    lesson = lessons.describe(impl if isinstance(impl, ModuleType) else lessons.load(impl))
+    config = config or Config(impl=lesson.name)
+    lesson.check_settings(config)
+    return model_of(lesson, ctx, config, image_shape, classes, exactly)
+
+
+def model_of(
+    lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int, exactly: bool
+) -> Model:
+    """Create the model of a lesson with settings that it has: see `create_model`."""
     if config.shares and len(config.shares) != len(ctx):
         raise UsageError("shares", config.shares, f"needs one number for each device, and there are {len(ctx)}")
-    model = MODELS[lessons.family(lesson)](lesson, ctx, config, image_shape)
+    model = MODELS[lesson.family](lesson.module, ctx, config, image_shape)
     try:
         scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
     except (mx.MXNetError, ValueError, AssertionError) as error:
@@ -208,11 +220,6 @@ def unfit(config: Config, why: str) -> UsageError:
     name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
     hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
     return UsageError(name, value, f"the network {why}{hint}")
-
-
-def _array_names(count: int) -> Sequence[str]:
-    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers."""
-    return networks.LENET_NAMES if count == len(networks.LENET_NAMES) else [f"p{i}" for i in range(count)]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:

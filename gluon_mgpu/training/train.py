@@ -1,4 +1,5 @@
-"""`train` trains a lesson: `set_up` turns settings into a `Setup`, and `fit` in `loop` trains it.
+"""`train` trains a lesson: it opens the folder of a run, `set_up` in `setup` prepares the run, and `fit` in `loop`
+trains it.
 
 This module imports mxnet only when it trains, because the number of contexts must be known before.
 """
@@ -8,27 +9,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
-import platform
-import secrets
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from gluon_mgpu.compat import devices, startup
-from gluon_mgpu.data import datasets
+from gluon_mgpu import __version__
+from gluon_mgpu.compat import devices
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons, workers
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.folder import Epoch, RunFolder, open_run
-
-if TYPE_CHECKING:
-    from mxnet import Context
-
-    from gluon_mgpu.training.loop import Setup
-    from gluon_mgpu.training.workers import Group
+from gluon_mgpu.training.folder import Folder, opened
+from gluon_mgpu.training.record import Epoch, Run
+from gluon_mgpu.training.workers import Group
 
 
 def train(*values: Any, **options: Any) -> list[Epoch]:
@@ -59,124 +52,69 @@ train.__signature__ = inspect.signature(Config).replace(return_annotation="list[
 
 def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: Dataset | None = None) -> list[Epoch]:
     """See `train`. given: the settings that the user passed, parsed. lesson, data: passed as objects, from Python."""
-    with workers.join(given.get("kvstore", Config.kvstore)) as group, open_run(given, group) as run:
-        config = run.configure(given)
-        if len(run.position.history) == config.epochs:
-            run.end()  # if the run was killed, metrics.jsonl or curves.png may be out of date
-            return run.position.history
-        ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
-        from gluon_mgpu.data.batches import restored_afterward
-        from gluon_mgpu.training.loop import fit
+    with workers.join(given.get("kvstore", Config.kvstore)) as group:
+        texts = {setting(name): str(value) for name, value in given.items()}
+        group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
+        given = Config.with_absolute_paths(given)
+        with opened(given, group) as (folder, recorded):
+            config = _resumed(recorded, given, folder) if recorded else Config(**given)
+            if recorded and len(recorded.position.history) == config.epochs:
+                return recorded.position.history
+            try:
+                return _train(config, given, folder, recorded, lesson, data, group)
+            except SystemExit as ended:  # status 0 would say that it was trained
+                advice = "remove this call, or put it under `if __name__ == '__main__':`"
+                raise Error(f"{config.impl} ended the program with sys.exit({ended.code}); {advice}") from None
 
-        gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
-        with restored_afterward():
-            lesson = lesson or _load_lesson(config, given)
-            config = lessons.for_training(config, lesson, given)
-            return fit(run, set_up(run, config, lesson, data, ctx, group), group)
+
+def _train(
+    config: Config,
+    given: dict[str, Any],
+    folder: Folder | None,
+    recorded: Run | None,
+    lesson: ModuleType | None,
+    data: Dataset | None,
+    group: Group,
+) -> list[Epoch]:
+    ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
+    from gluon_mgpu.training import loop, seeds, setup
+
+    gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
+    with seeds.restored_afterward():
+        described = lessons.describe(lesson or _load_lesson(config, given))
+        config = described.for_training(config, given)
+        ready = setup.set_up(config, recorded, described, data, ctx, group)
+        if folder:
+            folder.create()
+        if recorded:  # so that the next resume uses the new settings
+            started = ready.run._replace(arrays=ready.arrays())
+            if folder:
+                folder.write(started)
+        devices.say_if_no_gpu(ctx, config.device)
+        return loop.fit(ready, folder, group)
 
 
-def set_up(
-    run: RunFolder, config: Config, lesson: ModuleType, data: Dataset | None, ctx: list[Context], group: Group
-) -> Setup:
-    """Turn the settings of a run into what the training loop needs, and begin to write its folder.
-
-    data: None: load the data set that is named in the settings. Raises UsageError if the settings, the devices, the
-    lesson and the data do not fit together, or if a resumed run or another worker has other data.
-    """
-    from gluon_mgpu.data.batches import seed_generators
-    from gluon_mgpu.training.loop import Setup
-    from gluon_mgpu.training.model import read_arrays
-    from gluon_mgpu.training.models import create_model
-    from gluon_mgpu.training.state import LessonState
-    from gluon_mgpu.training.step import assemble
-
-    if draws_seed := config.seed is None:
-        config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
-    assert config.seed is not None
-    if data is None:
-        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
-    else:
-        data = data.first(config.limit)
-    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
-    details = _details(ctx, data, group)
-    _check_data(details["data_checksum"], run, config, group)
-    warning = _compare_with_one_device(lesson, ctx, config, data)
-    seed_generators(config.seed)
-    model = create_model(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
-    saved = run.restore(model)
-    state = LessonState(model, group) if callable(getattr(lesson, "state", None)) else None
-    if saved and not state:
-        name = lessons.name_of(lesson)
-        raise Error(f"{run.folder}: the run's lesson has a state, but {name} has none; resume with the run's lesson")
-    if state and run.recorded:
-        state.load(saved, run.folder)
-    if group.size > 1:
-        model.load(group.broadcast_arrays(read_arrays(model)))
-    is_assembled = group.size > 1 or config.shares is not None
-    if draws_seed:
-        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
-    _say_what_is_not_called(lesson, config, is_assembled)
-    run.begin(config, {**details, "running_stats": bool(model.running_stats)})
-    if run.recorded is not None:
-        of_lesson = state.read() if state else {}
-        run.save({**read_arrays(model), **of_lesson})  # so that the next resume uses the new settings
-    devices.say_if_no_gpu(ctx, config.device)
-    return Setup(config, data, model, assemble(model, group) if is_assembled else model.step, state, warning)
+def _resumed(recorded: Run, given: dict[str, Any], folder: Folder | None) -> Config:
+    """The settings of a resumed run. Says that it is resumed, and updates the folder of a finished run."""
+    config, done = recorded.config.resumed(given), len(recorded.position.history)
+    if config.epochs < done:
+        raise UsageError("epochs", config.epochs, f"must be at least {done}, the number of finished epochs")
+    before = recorded.config.epochs
+    instead = f"; epochs: {config.epochs} instead of {before}" if config.epochs != before else ""
+    log.say(f"resuming {config.resume} after {recorded.position}{instead}")
+    if config.epochs == done:
+        longer = f"; pass {setting('epochs', done + 1)} or more to train longer"
+        log.say(f"all epochs are finished{'' if config.schedule == 'cosine' else longer}")
+        finished = recorded._replace(config=dataclasses.replace(recorded.config, epochs=done))
+        if folder and config.epochs != before:  # nothing else changes a finished run
+            folder.write(finished)
+        if folder:
+            folder.end(finished)  # if the run was killed, metrics.jsonl or curves.png may be out of date
+    return config
 
 
 def _load_lesson(config: Config, given: dict[str, Any]) -> ModuleType:
     if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
-        advice = f"the run used your own lesson, {config.impl}; pass it with {setting('impl')}"
+        advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
         raise UsageError("resume", config.resume, advice)
     return lessons.load(config.impl)
-
-
-def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
-    """What a run records besides its settings."""
-    import mxnet
-
-    return {
-        "workers": group.size,
-        "devices": [str(c) for c in ctx],
-        "threads": startup.openmp_threads(),
-        "mxnet": mxnet.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "data": data.source,
-        "data_checksum": data.checksum(),
-        "image_shape": data.image_shape,
-        "image_dtype": str(data.train_images.dtype),
-        "classes": data.classes,
-    }
-
-
-def _check_data(checksum: str, run: RunFolder, config: Config, group: Group) -> None:
-    """Raise UsageError if a resumed run or another worker has other data."""
-    if run.details.get("data_checksum", checksum) != checksum:
-        advice = f"not the data that the run in {config.resume} was trained on"
-        raise UsageError("data_dir", config.data_dir, advice)
-    group.agree({"data with checksum": checksum}, "start all workers with the same data")
-
-
-def _compare_with_one_device(lesson: ModuleType, ctx: list[Context], config: Config, data: Dataset) -> str:
-    """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
-    if len(ctx) == 1 or not lessons.is_own(lesson):
-        return ""
-    from gluon_mgpu.check.mxnet import compare
-
-    report = compare(lesson, ctx, config, data.image_shape, data.classes)
-    name = lessons.name_of(lesson)
-    if report.verdict:
-        without = f" (compared without {setting('shares')})" if config.shares else ""
-        log.say(f"{name} {report.line}{without}")
-    return report.verdict and f"{name} {report.verdict}"
-
-
-def _say_what_is_not_called(lesson: ModuleType, config: Config, is_assembled: bool) -> None:
-    """Print a notice that names the functions of a user's own lesson that are not called with these settings."""
-    if not lessons.is_own(lesson):
-        return
-    names = ["split_and_load"] * bool(config.shares) + ["lenet"] * (config.model != "lenet")
-    names += ["train_batch"] * is_assembled + ["train"] * lessons.has_own("train", lesson)
-    if names:
-        log.say(f"training does not call your own {', '.join(names)} in {lessons.name_of(lesson)}, with these settings")

@@ -7,10 +7,7 @@ to multiples of this number. docs/performance.md has the measurements.
 from __future__ import annotations
 
 import functools
-import os
-import re
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import mxnet as mx
@@ -19,6 +16,7 @@ from mxnet import gluon
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.compat.processor import channel_block
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import setting
 
@@ -34,16 +32,6 @@ LAYERS = (
 )
 
 _say_once = functools.cache(log.say)
-
-
-def channel_block() -> int:
-    """The number of channels that oneDNN's direct convolutions compute at once: 16 with AVX-512, 8 with AVX2, else 1.
-    It depends on the processor and on DNNL_MAX_CPU_ISA, which limits what oneDNN uses."""
-    found = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    flags, limit = found[1].split() if found else [], os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
-    if limit in ("SSE41", "AVX") or "avx2" not in flags:
-        return 1
-    return 16 if "avx512bw" in flags and not limit.startswith("AVX2") else 8
 
 
 def tuned(net: gluon.Block, block: int | None = None) -> gluon.Block:

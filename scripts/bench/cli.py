@@ -24,13 +24,19 @@ from gluon_mgpu.support.params import FOLDER
     help="Steps of LeNet with 256 examples in each measurement; fewer with ResNet-18 or larger batches.",
 )
 @common.option(
+    "--only",
+    multiple=True,
+    metavar="TEXT",
+    help="Measure only points whose names contain this text, such as 'LeNet: scratch'; can be repeated.",
+)
+@common.option(
     "--out",
     type=FOLDER,
     metavar="FOLDER",
     help="Write GRID.json and the picture GRID.png to this folder.",
 )
-def bench(grid: str, rounds: int, steps: int, out: str | None) -> None:
-    result = grids.run(grid, rounds, steps)
+def bench(grid: str, rounds: int, steps: int, only: tuple[str, ...], out: str | None) -> None:
+    result = grids.run(grid, rounds, steps, only)
     click.echo(grids.table(result))
     if out is not None:
         grids.write(out, result)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 from gluon_mgpu import __version__
 from gluon_mgpu.compat import startup
 from gluon_mgpu.support import files, log, subprocesses
-from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.errors import Error, UsageError
 
 TITLE = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 BATCH_SIZE = {"lenet": 256, "resnet18": 64}
@@ -129,25 +129,34 @@ GRIDS = {
 # Measuring
 
 
-def run(grid: str, rounds: int, steps: int) -> dict[str, Any]:
+def run(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measure a grid's points. Returns the input of `table`, `draw` and `write`.
 
     Each round measures every point once, so results of the same round can be compared even if the machine's speed
-    changes. steps: per measurement of LeNet with 256 examples. Raises Error if something is missing or fails.
+    changes. steps: per measurement of LeNet with 256 examples. only: measure points whose names contain one of these
+    texts, such as "LeNet: scratch". Prints a line for each measurement on standard error.
+    Raises UsageError if there is no such point, Error if something is missing or fails.
     """
-    points = GRIDS[grid].points
+    points = [point for point in GRIDS[grid].points if not only or any(text in title(point) for text in only)]
+    if not points:
+        names = "; ".join(map(title, GRIDS[grid].points))
+        raise UsageError("only", only[0], f"must be part of the name of a point: {names}")
     if any(point.is_torch for point in points) and importlib.util.find_spec("torch") is None:
         raise Error("PyTorch is not installed: run `make torch`")
     results: list[Rounds] = [{} for _ in points]
-    with tempfile.TemporaryDirectory() as folder, log.progress(total=rounds * len(points), unit=" run") as bar:
-        for _ in range(rounds):
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
             for point, result in zip(points, results):
-                bar.set_description(f"{point}, {point.model}, {point.batch_size}")
-                for what, value in measure(point, steps, folder).items():
+                measured = measure(point, steps, folder)
+                for what, value in measured.items():
                     result.setdefault(what, []).append(value)
-                bar.update()
+                log.say(f"{title(point)}: {measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})", "")
     runs = [{**point._asdict(), **result} for point, result in zip(points, results)]
     return {"grid": grid, "rounds": rounds, "machine": machine(), "runs": runs}
+
+
+def title(point: Point) -> str:
+    return f"{TITLE[point.model]}: {point}, batch {point.batch_size}"
 
 
 def measure(point: Point, steps: int, folder: str) -> dict[str, Any]:

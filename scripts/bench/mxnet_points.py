@@ -14,6 +14,7 @@ from bench.timing import LR, Train
 from gluon_mgpu.compat import devices, startup
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.training.losses import Pending
 
 RECORDED_STEPS, RECORDED_WARM_UP = 20, 5
 Step = Callable[[Any, Any, float], Any]  # a training step: takes X, y and lr, returns the losses of each shard
@@ -59,7 +60,7 @@ def trainer(step: Step, point: Point, part: Any = None, barrier: Callable[[], An
 
         barrier()
         start = time.perf_counter()
-        pending, losses = batches.Pending(), list[np.ndarray]()
+        pending, losses = Pending(), list[np.ndarray]()
         for X, y in batches.batches(data.train_images, data.train_labels, point.batch_size, order, part):
             shards = step(X, y, LR[point.model])
             if shards:

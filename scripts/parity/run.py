@@ -18,8 +18,8 @@ from gluon_mgpu.compat import devices
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error
-from gluon_mgpu.training import folder as runs
-from gluon_mgpu.training.folder import RunFolder
+from gluon_mgpu.training import record
+from gluon_mgpu.training.record import Run
 from parity import Finding, bands, drift, examples
 from parity.recipes import RECIPES
 
@@ -72,7 +72,7 @@ def train(
             yield Finding(ACCURACY, f"{recipe}: the notebook's accuracies are possible", *judged)
 
 
-def train_all(points: Mapping[Path, dict[str, Any]]) -> Iterator[RunFolder | Error]:
+def train_all(points: Mapping[Path, dict[str, Any]]) -> Iterator[Run | Error]:
     """Train runs, each in its own process, because the engine's settings depend on the number of contexts. Finished
     runs are skipped, and interrupted runs continue.
 
@@ -82,17 +82,17 @@ def train_all(points: Mapping[Path, dict[str, Any]]) -> Iterator[RunFolder | Err
         for folder, options in points.items():
             bar.set_description(folder.name)
             try:
-                result: RunFolder | Error = _train(folder, options, bar.update)
+                result: Run | Error = _train(folder, options, bar.update)
             except Error as error:
                 result = error
             yield result
 
 
-def _train(folder: Path, options: dict[str, Any], on_epochs: Callable[[int], object]) -> RunFolder:
+def _train(folder: Path, options: dict[str, Any], on_epochs: Callable[[int], object]) -> Run:
     """on_epochs: called with the number of newly finished epochs."""
-    begun = runs.exists(folder)
+    begun = record.exists(folder)
     if begun:
-        run = runs.read(folder)
+        run = record.read(folder)
         on_epochs(len(run.position.history))
         if len(run.position.history) == options["epochs"]:
             return run
@@ -108,7 +108,7 @@ def _train(folder: Path, options: dict[str, Any], on_epochs: Callable[[int], obj
         log.say("run the same command again to continue")
         raise
     subprocesses.raise_for_status(str(folder), finished)
-    return runs.read(folder)
+    return record.read(folder)
 
 
 def text(findings: Sequence[Finding]) -> str:

@@ -18,6 +18,7 @@ from runs import ROOT, program
 
 from gluon_mgpu import highlevel
 from gluon_mgpu.data import datasets
+from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training.model import read_arrays
 
 TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
@@ -50,6 +51,11 @@ def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(m
     ]
     grids.draw(result, file := io.BytesIO())
     assert file.getvalue().startswith(b"\x89PNG")
+    found[Point("data parallelism", contexts=1)] = iter([4])
+    [only] = grids.run("partition", 1, 1, only=["data parallelism, 1 thread"])["runs"]
+    assert only["step_ms"] == [4]
+    with pytest.raises(UsageError):
+        grids.run("partition", 1, 1, only=["nothing"])
     half = {"batch_size": 128, "step_ms": [60, 30]}
     assert grids.ratios({**half, "batch_size": 256}, half) == [0.5, 0.5]
 

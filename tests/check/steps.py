@@ -3,12 +3,13 @@
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
@@ -188,6 +189,174 @@ def with_piece(rank, world):
     return net, trainer, {"moments": torch.cat([p.detach().ravel() for p in net.parameters()]).chunk(world)[rank]}
 
 
+class Views(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+    words: list
+
+
+@dataclass
+class Trainer:
+    net: nn.Module
+    trainer: torch.optim.Optimizer
+    seen: int = 0
+
+    def fit(self, part):
+        self.seen += len(part["x"])
+        return plain((self.net, self.trainer), part)
+
+
+def in_a_closure(rank, world):
+    state = ddp(rank, world)
+    return lambda part: plain(state, part)
+
+
+def two_views(state, part):
+    net, trainer = state
+    assert isinstance(part, Views) and len(part.words) == len(part.first)
+    first, second = net(torch.cat([part.first, part.second])).chunk(2)
+    trainer.zero_grad()
+    (first - second).square().mean().backward()
+    trainer.step()
+
+
+def views(i, n):
+    return Views(torch.randn(n, 20), torch.randn(n, 20), ["word"] * n)
+
+
+def scaled_in_half_precision(state, part):
+    net, trainer, scaler = state
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(net, part)
+    scaler.scale(loss).backward()
+    scaler.step(trainer)
+    scaler.update()
+    trainer.zero_grad()
+
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(11, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=20)
+
+
+def spectral(rank, world):
+    net = DDP(nn.Sequential(Spectrum(), mlp()))
+    return net, sgd(net)
+
+
+def over_calls(n, synchronized):
+    def step(state, part):
+        net, trainer, counter = state
+        counter["calls"] += 1
+        last = counter["calls"] % n == 0
+        with nullcontext() if last and synchronized else net.no_sync():
+            (loss_of(net, part) / n).backward()
+        if last:
+            trainer.step()
+            trainer.zero_grad()
+
+    return step
+
+
+def counting(rank, world):
+    return *ddp(rank, world), {"calls": 0}
+
+
+def summed(net):
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def limited(limit):
+    def step(state, part):
+        net, trainer = state
+        trainer.zero_grad()
+        loss_of(net, part).backward()
+        limit(net)
+        summed(net)
+        trainer.step()
+
+    return step
+
+
+def skipping(state, part):
+    net, trainer = state
+    trainer.zero_grad()
+    loss = loss_of(net, part)
+    loss.backward()
+    summed(net)
+    if torch.isfinite(loss):
+        trainer.step()
+
+
+def logging(state, part):
+    loss = plain(state, part)
+    if loss > 1e6:
+        print("large")
+    return loss
+
+
+def weighted(state, part):
+    net, trainer = state
+    trainer.zero_grad()
+    losses, weights = F.cross_entropy(net(part["x"]), part["y"], reduction="none"), part["x"][:, 0]
+    ((losses * weights).sum() / weights.sum()).backward()
+    trainer.step()
+
+
+def warmed_up(rank, world):
+    net = mlp()
+    trainer = sgd(net)
+    return net, trainer, torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: min(step / 2, 1))
+
+
+def two_losses(rank, world):
+    critic, actor = nn.Linear(20, 1), mlp()
+    torch.manual_seed(3)
+    nn.init.normal_(critic.weight)
+    return critic, actor, torch.optim.SGD([*critic.parameters(), *actor.parameters()], lr=0.1)
+
+
+def critic_not_summed(state, part):
+    critic, actor, trainer = state
+    critic(part["x"]).square().mean().backward()
+    trainer.step()
+    trainer.zero_grad(set_to_none=False)
+    loss_of(actor, part).backward()
+    summed(actor)
+    trainer.step()
+    trainer.zero_grad(set_to_none=False)
+
+
+class Center(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.running = torch.zeros(16)
+
+    def forward(self, x):
+        self.running = 0.9 * self.running + 0.1 * x.detach().mean(0)
+        return x
+
+
+def two_networks(rank, world):
+    other = mlp(lambda: nn.BatchNorm1d(16))
+    return *ddp(rank, world), other, sgd(other)
+
+
+def both(state, part):
+    net, trainer, other, its = state
+    plain((net, trainer), part)
+    loss_of(other, part).backward()
+    summed(other)
+    its.step()
+    its.zero_grad()
+
+
 EVEN = {"even": True}  # DDP's mean is that of the batch only if all parts are equally large
 WHOLE = {"even": True, "divide": "none"}
 # {case: (make, step, options)}
@@ -208,6 +377,14 @@ RIGHT = {
     "strided": (ddp, plain, {**EVEN, "divide": "strided"}),
     "compile": (made(lambda net: torch.compile(DDP(net))), plain, EVEN),
     "reference": (alone, by_hand, {**EVEN, "reference": plain}),
+    "a moment in pieces": (with_piece, lambda state, part: plain(state[:2], part), EVEN),
+    "a dataclass": (lambda *where: Trainer(*ddp(*where)), Trainer.fit, EVEN),
+    "a closure": (in_a_closure, lambda fit, part: fit(part), EVEN),
+    "two views": (made(DDP, sgd, lambda: nn.BatchNorm1d(16)), two_views, {**EVEN, "batch": views}),
+    "scaler and autocast": (with_scaler(ddp), scaled_in_half_precision, EVEN),
+    "complex numbers": (spectral, plain, EVEN),
+    "bf16 hook": (hooked(bf16_compress_hook), plain, EVEN),
+    "8 calls": (counting, over_calls(8, True), EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -225,20 +402,38 @@ WRONG = {
     "ZeRO": (made(bare, zero), plain, EVEN, "own gradients"),
     "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
     "EMA": (with_average, averaged(False), EVEN, "only the step of process 0"),
-    "schedule": (with_schedule(True), plain, EVEN, "only the first"),
+    "schedule": (with_schedule(True), plain, EVEN, "the learning rate is 0.025 in step 2"),
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),
     # Adam nearly hides this
     "a factor of 1.002": (made(bare, adam), lambda s, p: by_hand(s, p, factor=1.002), EVEN, "1.002"),
     "reference": (alone, by_hand, {**EVEN, "reference": lambda s, p: plain(s, p, factor=2)}, "0.5 times"),
+    "never summed": (counting, over_calls(2, False), EVEN, "sum"),
+    "a limit before the sum": (
+        alone,
+        limited(lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e3)),
+        EVEN,
+        "with larger gradients",
+    ),
+    "a small limit": (alone, limited(lambda net: nn.utils.clip_grad_norm_(net.parameters(), 0.1)), EVEN, "clips"),
+    "a step that is skipped": (alone, skipping, EVEN, "not finite"),
+    "weights": (ddp, weighted, EVEN, "no sum over examples"),
+    "warm-up": (warmed_up, plain, EVEN, "own gradients"),
+    "a critic": (two_losses, critic_not_summed, EVEN, "weight, bias"),
+    "one network in DDP": (two_networks, both, EVEN, "running statistics"),
 }
 UNKNOWN = {
     "random numbers": (ddp, noisy, EVEN, "random numbers"),
-    "pieces": (with_piece, lambda state, part: plain(state[:2], part), EVEN, "other shapes"),
+    "nothing is trained": (lambda rank, world: [], lambda state, part: None, EVEN, "no array that is found"),
 }
-TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN}
+# {case: (make, step, options, a part of the notes)}
+NOTED = {
+    "an average in an attribute": (made(DDP, layer=Center), plain, EVEN, "running"),
+    "a line that did not run": (ddp, logging, EVEN, "line "),
+}
+TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN, "NOTED": NOTED}
 
 if __name__ == "__main__":
     table, case = sys.argv[1:]
     make, step, options, *_ = TABLES[table][case]
-    report = check.parallel(make, step, batch, processes=(2,), **options)
+    report = check.parallel(make, step, **{"batch": batch, "processes": (2,), **options})
     print(json.dumps({"status": report.status, "line": report.line, **asdict(report)}))

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from gluon_mgpu import highlevel, scratch, train
-from gluon_mgpu.check.mxnet import compare
+from gluon_mgpu.check.mxnet import compare_lesson
 from gluon_mgpu.commands.check import check
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
@@ -184,7 +184,7 @@ RIGHT = {
 )
 def test_a_wrong_step_is_named(case, tmp_path):
     changed, claim, word = WRONG[case]
-    report = compare(write(tmp_path, *changed), CPUS)
+    report = compare_lesson(write(tmp_path, *changed), CPUS)
     assert word in report.claims[claim]
     assert word in report.verdict
 
@@ -193,7 +193,7 @@ def test_a_wrong_step_is_named(case, tmp_path):
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_right_step_is_not_accused(case, tmp_path):
     changed, how = RIGHT[case]
-    report = compare(write(tmp_path, *changed), CPUS)
+    report = compare_lesson(write(tmp_path, *changed), CPUS)
     assert report.claims.keys() >= {"losses", "replicas", "update"} and not any(report.claims.values())
     assert report.how == how
     assert "clip" in case or "distance" in " ".join(report.notes)  # MXNet cannot clip in float64
@@ -209,7 +209,7 @@ REPLACED = [functools.partial(lambda data: None), Nothing(), functools.wraps(scr
 
 @pytest.mark.parametrize("allreduce", REPLACED, ids=["partial", "object", "wrapper"])
 def test_a_replacement_that_is_no_plain_function_is_checked(allreduce):
-    assert "own gradients" in compare(lessons.load("scratch", allreduce=allreduce), CPUS[:2]).verdict
+    assert "own gradients" in compare_lesson(lessons.load("scratch", allreduce=allreduce), CPUS[:2]).verdict
 
 
 MOMENTUM = """
@@ -272,13 +272,13 @@ def with_code(folder, code):
 @pytest.mark.parametrize("code", [MOMENTUM, SUMS, LOGGED], ids=["velocities", "arrays for allreduce", "a decorator"])
 def test_a_lesson_may_keep_arrays_decorate_its_functions_and_need_batches_of_ten(code, tmp_path):
     lesson = with_code(tmp_path, code)
-    assert compare(lesson, CPUS).verdict == "" and not getattr(lesson, "velocities", None)
+    assert compare_lesson(lesson, CPUS).verdict == "" and not getattr(lesson, "velocities", None)
 
 
 def test_a_decorated_function_that_replaces_another_one_with_the_same_decorator_is_checked(tmp_path):
     lesson = with_code(tmp_path, LOGGED)
     lesson.allreduce = lesson.logged(lambda data: None)
-    assert "own gradients" in compare(lesson, CPUS[:2]).verdict
+    assert "own gradients" in compare_lesson(lesson, CPUS[:2]).verdict
 
 
 def test_what_is_checked_is_what_runs(tmp_path, monkeypatch):
@@ -286,15 +286,15 @@ def test_what_is_checked_is_what_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patched_lesson.py").write_text(TEXTS[scratch])
     lesson = importlib.import_module("patched_lesson")
-    assert compare(lesson, CPUS).verdict == ""
+    assert compare_lesson(lesson, CPUS).verdict == ""
     lesson.allreduce = mean
-    assert "0.33333 times" in compare(lesson, CPUS).verdict
+    assert "0.33333 times" in compare_lesson(lesson, CPUS).verdict
 
 
 def test_functions_that_are_not_called_are_named(tmp_path):
     file = tmp_path / "star.py"
     file.write_text("from gluon_mgpu.scratch import *\n\n\ndef allreduce(data):\n    pass\n")
-    report = compare(lessons.load(str(file)), CPUS)
+    report = compare_lesson(lessons.load(str(file)), CPUS)
     assert "allreduce is not called" in report.verdict
 
 

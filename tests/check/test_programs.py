@@ -163,7 +163,7 @@ def test_a_right_step_is_not_accused(run, case):
 def tables():
     """(table, case, a part of the reason) in steps.py, which is not imported, because PyTorch takes seconds."""
     for node in ast.parse((ROOT / "tests/check/steps.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id in ("RIGHT", "WRONG", "UNKNOWN"):
+        if isinstance(node, ast.Assign) and node.targets[0].id in ("RIGHT", "WRONG", "UNKNOWN", "NOTED"):
             for key, row in zip(node.value.keys, node.value.values):
                 yield node.targets[0].id, key.value, row.elts[3].value if len(row.elts) > 3 else ""
 
@@ -175,8 +175,38 @@ def test_the_steps_of_real_programs(pytorch, table, case, reason):
     done = pytorch.run([sys.executable, str(ROOT / "tests/check/steps.py"), table, case])
     assert done.status == 0, done.err
     report = json.loads(done.out.splitlines()[-1])
-    assert report["status"] == {"RIGHT": SAME, "WRONG": DIFFERENT, "UNKNOWN": UNKNOWN}[table], report
-    assert reason in report["line"]
+    assert report["status"] == {"WRONG": DIFFERENT, "UNKNOWN": UNKNOWN}.get(table, SAME), report
+    assert reason in ("".join(report["notes"]) if table == "NOTED" else report["line"])
+
+
+THREADS = """
+import os
+import gluon_mgpu.check.pytorch as pytorch
+driver = pytorch.PyTorchFile(__file__, 60)
+threads = lambda send, rank, world: send(len(os.listdir(f"/proc/{os.getppid()}/task")))
+before = len(os.listdir("/proc/self/task"))
+print([count - before for count in driver._group(3, threads).stages[0]])
+"""
+
+
+@torch
+@pytest.mark.slow
+def test_processes_are_forked_before_there_are_threads(pytorch, tmp_path):
+    (tmp_path / "threads.py").write_text(THREADS)
+    done = pytorch.run([sys.executable, tmp_path / "threads.py"])
+    assert done.out.splitlines()[-1:] == ["[0, 0, 0]"], done.err
+
+
+@torch
+@pytest.mark.slow
+@pytest.mark.parametrize("how, status", [("once", SAME), ("always", UNKNOWN)])
+def test_a_step_that_stalls_is_tried_again_and_not_accused(pytorch, tmp_path, how, status):
+    stall = f"    if {how == 'always'} or not os.path.exists(FILE):\n        open(FILE, 'w')\n        time.sleep(100)\n"
+    text = scratch(["def train_batch(X, y, params, lr):\n", f"def train_batch(X, y, params, lr):\n{stall}"])
+    (tmp_path / "step.py").write_text(f"import os\nimport time\n{text}\nFILE = {str(tmp_path / 'stalled')!r}\n")
+    check = CHECK.replace("json.loads(sys.argv[2])", "json.loads(sys.argv[2]), seconds=8")
+    done = pytorch.run([sys.executable, "-c", check, tmp_path / "step.py", "[2]"])
+    assert json.loads(done.out.splitlines()[-1])[1] == status, done.out + done.err
 
 
 @jax

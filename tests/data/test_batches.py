@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from gluon_mgpu.data.batches import seed_of_step, shuffled
+from gluon_mgpu.data.batches import shuffled
 from gluon_mgpu.data.splitting import shard_sizes
+from gluon_mgpu.training.seeds import seed_of_step
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from mxnet.gluon import nn
 
-from gluon_mgpu import evaluate, networks
+from gluon_mgpu import evaluate
 from gluon_mgpu import train as training
 from gluon_mgpu.data import datasets, own_data
 from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.training import registry
 
 CLASSES, SHAPE = 3, (2, 5, 6)
 OPTIONS = {"model": "mlp", "lr": 0.1, "batch_size": 20, "device": "cpu", "seed": 1}
@@ -31,8 +32,8 @@ def mlp(classes=CLASSES):
     return net
 
 
-networks.register("mlp", mlp, mx.init.Xavier())
-networks.register("mlp for one class", lambda: mlp(1))
+registry.register("mlp", mlp, mx.init.Xavier())
+registry.register("mlp for one class", lambda: mlp(1))
 
 
 def train(**options):

@@ -3,6 +3,7 @@
 `old_numbers.py gpu|cpu` runs them; with cpu, CPU contexts take the place of GPUs.
 """
 
+import random
 import sys
 import types
 
@@ -75,6 +76,56 @@ def images_transforms_and_processes_that_load_them():
     data = gluon.data.SimpleDataset([(change(image), i) for i, image in enumerate(images)])
     for a, labels in gluon.data.DataLoader(data, 4, num_workers=2):
         print(a.shape, a.sum().asscalar(), labels.asnumpy())
+
+
+def sentences_in_buckets():
+    sentences = np.random.randint(1, 9, (60, 7)).tolist() + np.random.randint(1, 9, (60, 4)).tolist()
+    random.seed(1)
+    data = mx.rnn.BucketSentenceIter(sentences, 10, buckets=[5, 8], invalid_label=0)
+    cells = mx.rnn.SequentialRNNCell()
+    cells.add(mx.rnn.LSTMCell(12, prefix="one_"))
+    cells.add(mx.rnn.GRUCell(12, prefix="two_"))
+
+    def unrolled(length):
+        words = mx.sym.Embedding(mx.sym.var("data"), input_dim=9, output_dim=6)
+        cells.reset()
+        states = mx.sym.reshape(cells.unroll(length, words, merge_outputs=True)[0], shape=(-1, 12))
+        scores = mx.sym.FullyConnected(states, num_hidden=9)
+        label = mx.sym.reshape(mx.sym.var("softmax_label"), shape=(-1,))
+        return mx.sym.SoftmaxOutput(scores, label, name="softmax"), ("data",), ("softmax_label",)
+
+    model, metric = mx.mod.BucketingModule(unrolled, data.default_bucket_key, context=GPUS[0]), mx.metric.Perplexity(0)
+    model.fit(data, eval_metric=metric, num_epoch=2, initializer=mx.init.Xavier())
+    print(metric.get())
+
+
+def generator_and_discriminator():
+    change, judge = nn.HybridSequential(), nn.HybridSequential()
+    change.add(nn.Conv2DTranspose(8, 4, 2, 1), nn.BatchNorm(), nn.Activation("tanh"))
+    judge.add(nn.Conv2D(8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Dense(1))
+    for net in change, judge:
+        net.initialize(mx.init.Normal(0.1), ctx=GPUS[0])
+        net.hybridize()
+    trainers = [gluon.Trainer(net.collect_params(), "adam") for net in (change, judge)]
+    loss, noise = gluon.loss.SigmoidBCELoss(), nd.random.normal(shape=(6, 4, 5, 5), ctx=GPUS[0])
+    for _ in range(4):
+        for trainer, wanted in zip(trainers, (1, 0)):
+            with autograd.record():
+                total = loss(judge(change(noise)), nd.full((6, 1), wanted, ctx=GPUS[0]))
+            total.backward()
+            trainer.step(6, ignore_stale_grad=True)
+    print(total.asnumpy())
+
+
+def boxes():
+    images = nd.random.uniform(shape=(2, 3, 8, 8), ctx=GPUS[0])
+    anchors = mx.nd.contrib.MultiBoxPrior(images, sizes=[0.3, 0.5], ratios=[1, 2])
+    label = nd.array([[[1, 0.1, 0.1, 0.5, 0.6]], [[0, 0.3, 0.2, 0.9, 0.9]]], ctx=GPUS[0])
+    scores, shifts = (nd.random.normal(shape=(2, n, k), ctx=GPUS[0]) for n, k in ((3, 192), (1, 768)))
+    target = mx.nd.contrib.MultiBoxTarget(anchors, label, scores)
+    print(*(part.sum().asscalar() for part in target))
+    found = mx.nd.contrib.MultiBoxDetection(nd.softmax(scores, axis=1), shifts[:, 0] / 9, anchors)
+    print(found[0, :3].asnumpy())
 
 
 if __name__ == "__main__":

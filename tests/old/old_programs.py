@@ -101,7 +101,11 @@ def test_an_error_of_mxnet_on_cpus_ends_with_what_to_do():
     z.backward()
     with pytest.raises(mx.MXNetError) as one_dimensional:
         nd.waitall()
-    for error, advice in ((half, "use float32"), (one_dimensional, "MXNET_MKLDNN_ENABLED=0")):
+    transposed = {"kernel": (5, 5), "stride": (2, 2), "target_shape": (14, 14), "num_filter": 4}
+    with pytest.raises(mx.MXNetError) as with_shape:
+        nd.Deconvolution(nd.ones((1, 8, 7, 7)), nd.ones((8, 4, 5, 5)), **transposed).asnumpy()
+    without = "MXNET_MKLDNN_ENABLED=0"
+    for error, advice in ((half, "use float32"), (one_dimensional, without), (with_shape, without)):
         assert advice in str(error.value).splitlines()[-1]
 
 

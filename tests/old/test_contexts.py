@@ -2,6 +2,7 @@
 differently on CPUs, or since its early versions, does not change a program or its numbers."""
 
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_programs_for_gpus_run_without_gpus(tmp_path, stock):
     assert done.stderr.count("mx.gpu(i) is CPU context i + 1") == 1
 
 
-BUSY = """
+THREADS = """
     import ctypes, threading
     import mxnet as mx
     def threads(index):  # how many OpenMP threads the engine's thread of a CPU context has
@@ -31,6 +32,8 @@ BUSY = """
         mx.base._LIB.MXEnginePushSync(function, none, none, context, none, 0, none, 0, none, 0, b"threads")
         done.wait()
         return found[0]
+"""
+BUSY = """
     products = [mx.nd.ones((600, 600), ctx) for ctx in (mx.cpu(), mx.gpu(0))]
     for _ in range(10):
         products = [mx.nd.dot(x, x) / 600 for x in products]
@@ -41,9 +44,17 @@ BUSY = """
 """
 
 
+@pytest.mark.parametrize("asked", [{}, {"OMP_NUM_THREADS": "2"}, {"MXNET_OMP_MAX_THREADS": "2"}], ids=str)
+def test_the_number_of_threads_is_mxnets_own_unless_the_user_sets_it(program, asked):
+    ask = f"{textwrap.dedent(THREADS)}print(threads(0), threads(1), os.environ.get('OMP_NUM_THREADS'))"
+    use_stock = "from gluon_mgpu.compat import startup\nstartup.use_stock_settings()\n"
+    run, stock = program(f"import os{ask}", **asked), program(f"import os\n{use_stock}{ask}", by_python=True, **asked)
+    assert run.stdout == stock.stdout != "", run.stderr + stock.stderr
+
+
 @pytest.mark.slow
 def test_a_single_gpu_uses_all_threads_and_the_host_one_so_that_they_do_not_hang(program):
-    run = program(BUSY, OMP_NUM_THREADS="2")
+    run = program(THREADS + BUSY, OMP_NUM_THREADS="2")
     assert run.stdout == "1.0 1.0 1 2\n1 2\n", run.stderr
 
 
@@ -59,4 +70,30 @@ def test_the_numbers_are_those_of_the_same_environment_without_run(tmp_path, sto
     run = runs.finished(sys.executable, "-m", "gluon_mgpu", "run", "--cpu", NUMBERS, "gpu", **options)
     python = runs.finished(environment.find_or_make(cpu=True), NUMBERS, "cpu", **options)
     assert (run.returncode, python.returncode) == (0, 0), run.stderr + python.stderr
-    assert run.stdout == python.stdout and run.stdout.count("== ") == 4
+    assert run.stdout == python.stdout and run.stdout.count("== ") == 7
+
+
+ONE_DEVICE = """
+    import hashlib, mxnet as mx, numpy as np
+    mx.random.seed(0); np.random.seed(0)
+    net = mx.gluon.nn.Sequential()
+    net.add(mx.gluon.nn.Dense(256, activation="relu"), mx.gluon.nn.Dense(10))
+    net.initialize()
+    trainer, loss = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}), mx.gluon.loss.L2Loss()
+    X, y = mx.nd.array(np.random.rand(256, 784)), mx.nd.array(np.random.rand(256, 10))
+    for _ in range(20):
+        with mx.autograd.record():
+            total = loss(net(X), y)
+        total.backward()
+        trainer.step(256)
+    print(hashlib.md5(net[0].weight.data().asnumpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_on_one_device_every_bit_is_that_of_the_environment_without_run_which_sets_no_threads(tmp_path, stock):
+    (tmp_path / "old.py").write_text(textwrap.dedent(ONE_DEVICE))
+    options = {"cwd": tmp_path, "timeout": 900, "env": stock}
+    run = runs.finished(sys.executable, "-m", "gluon_mgpu", "run", "--cpu", "old.py", **options)
+    python = runs.finished(environment.find_or_make(cpu=True), "old.py", **options)
+    assert run.stdout == python.stdout != "", run.stderr + python.stderr

@@ -17,7 +17,7 @@ import runs
 from runs import wait, write_program
 
 from gluon_mgpu.old import environment, packages
-from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.errors import Error, UsageError
 
 # `python3.8 -c` prints its version. `python3.8 -m venv ... FOLDER` copies this script; so `FOLDER/bin/python -m pip` is
 # this script, too. It writes what it is asked to install, and from where, and waits or fails if it is told to.
@@ -25,7 +25,7 @@ PYTHON = """
 case "$*" in
     *"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin" "$folder/lib/python3.8/site-packages"
         cp "$0" "$folder/bin/python" ;;
-    *"-m pip"*) echo "$* $PIP_FIND_LINKS" >> "$TEST_FOLDER/pip"
+    *"-m pip"*) for file; do :; done; echo $* $(cat "$file") "$PIP_FIND_LINKS" >> "$TEST_FOLDER/pip"
         while [ -e "$TEST_FOLDER/wait" ]; do sleep 0.05; done
         if [ -e "$TEST_FOLDER/fail" ]; then echo "ERROR: no such wheel" >&2; exit 1; fi ;;
     *"version_info"*) echo 3.8 ;;
@@ -107,6 +107,88 @@ def test_other_pins_and_added_packages_have_their_own_and_removal_removes_all(fo
     assert [" MB: " in line for line in environment.described()] == [True] * 4
     assert runs.gluon_mgpu("run", "--environment", "show").stdout.count("\n") == 4
     assert runs.gluon_mgpu("run", "--environment", "remove").stdout == "no environments\n"
+
+
+REQUIREMENTS = """
+# of 2019
+mxnet-cu92==1.5.0 ; python_version > "3"
+MXNet_MKL>=1.4
+-r more/others.txt
+Pillow == 6.0  \\
+    --hash=sha256:00
+pyyaml
+mxnet-model-server==1.0  # another package
+git+https://example.org/numpy.git#egg=x
+--index-url https://example.org
+"""
+
+
+def test_of_a_requirements_file_what_the_environment_has_is_kept_and_said_and_the_rest_is_installed(folder, capsys):
+    (folder / "more").mkdir()
+    (folder / "list.txt").write_text(REQUIREMENTS)
+    (folder / "more/others.txt").write_text("numpy==1.16.4\n-r ../list.txt\n-c limits.txt\nmxboard", "utf-16")
+    (folder / "more/limits.txt").write_text("numpy==1.15\nsix==1.16")
+    environment.find_or_make(requirements=str(folder / "list.txt"))
+    wanted = "mxboard mxnet-model-server==1.0 git+https://example.org/numpy.git#egg=x --index-url https://example.org"
+    assert f"requirements.txt {wanted} " in installs(folder)[-1]
+    said = next(line for line in capsys.readouterr().err.splitlines() if "versions" in line)
+    assert all(name in said for name in ("numpy==1.16.4 (1.19.5)", "mxnet-cu92==1.5.0 (1.9.1)", "Pillow == 6.0"))
+    assert "pyyaml" not in said and len(installs(folder)) == 2
+    [added] = [path for path in environment.folder().iterdir() if path.name.count("-") == 2]
+    assert {"six==1.16", "numpy<1.24"} <= set((added / "limits.txt").read_text().split())
+    assert "mxboard mxnet-model-server" in "".join(environment.described())
+    (folder / "only.txt").write_text("numpy==1.16.4\n--no-binary x")
+    assert environment.find_or_make(requirements=str(folder / "only.txt")) == environment.find_or_make()
+
+
+@pytest.mark.parametrize("extra", ["-h", "", " ", "--upgrade", "mxnet==1.5.0", "mxnet-cu92", "MXNet_mkl==1.6"])
+def test_options_of_pip_and_another_mxnet_are_not_added(folder, extra):
+    with pytest.raises(UsageError):
+        environment.find_or_make(extra=[extra])
+    assert not environment.folder().exists()
+
+
+def test_a_package_that_brings_another_mxnet_is_refused(folder):
+    brings = 'mkdir -p "$(dirname "$0")/../lib/python3.8/site-packages/mxnet"'
+    write_program(folder / "bin/python3.8", PYTHON.replace("*) for file;", f"*) {brings}; for file;"))
+    with pytest.raises(Error, match="MXNet"):
+        environment.find_or_make(extra=["sockeye"])
+    assert len([*environment.folder().iterdir()]) == 1
+
+
+def test_a_cache_that_was_moved_is_made_anew_because_scripts_contain_its_path(folder, monkeypatch):
+    before = environment.find_or_make()
+    os.rename(folder / "cache", folder / "moved")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "moved"))
+    assert "not used" in environment.described()[0]
+    environment.find_or_make()
+    assert len(installs(folder)) == 2
+    (folder / "link").symlink_to(folder / "moved")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "link"))
+    assert environment.find_or_make() != before and len(installs(folder)) == 2  # the same folder
+
+
+CONFLICT = """
+The conflict is caused by:
+    The user requested numpy==1.26.4
+    The user requested (constraint) numpy<1.24
+
+To fix this you could try to:
+"""
+FAILURES = [  # (what pip 24.3.1 writes to standard output, and to standard error; what the reason names, and what not)
+    (CONFLICT, "ERROR: Cannot install\nERROR: ResolutionImpossible: for help", "numpy<1.24", "space"),
+    ("Collecting six\nCollecting numpy==1.16.4\n", "error: x\n\nhint: See above for details.", "numpy==1.16.4", "hint"),
+    ("Collecting a\n", "ERROR: Failed to build installable wheels (sk-learn)", "sk-learn", "index"),
+    ("", "ERROR: No matching distribution found for x", "found for x", "index"),
+    ("", "WARNING: Retrying after connection broken by 'x'\nERROR: No matching distribution found", "index", "space"),
+    ("", "ERROR: Could not install: [Errno 28] No space left on device", "XDG_CACHE_HOME", "index"),
+]
+
+
+@pytest.mark.parametrize("out, err, names, omits", FAILURES)
+def test_the_reason_why_pip_failed_names_the_package_and_only_what_helps(out, err, names, omits):
+    reason = environment._reason(out, err)
+    assert names in reason and omits not in reason and "\n" not in reason
 
 
 def test_without_a_python_or_a_writable_cache_the_error_says_what_to_do(folder):

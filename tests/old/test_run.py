@@ -4,16 +4,20 @@ MNIST and Fashion-MNIST come from verified files. Each test runs a program in th
 """
 
 import runpy
+import shlex
 import sys
+import venv
+from pathlib import Path
 
 import numpy as np
+import pip
 import pytest
 import tiny
 from runs import error, finished, gluon_mgpu
 
 from gluon_mgpu.commands.main import main
 from gluon_mgpu.data import datasets
-from gluon_mgpu.old import downloads, explain, prepare
+from gluon_mgpu.old import downloads, explain, packages, prepare
 from gluon_mgpu.support.errors import Error
 
 AS_PYTHON = {
@@ -63,6 +67,19 @@ def test_names_that_python_removed_are_there_except_those_of_python_2(program):
     assert run.stdout == "True 2 True 2\n['a', 'b'] \n" and "Python 2" in run.stderr.splitlines()[-1], run.stderr
 
 
+PYTHON_2 = (
+    "print 'a'",
+    "print 'x %d' % (3)",
+    "print ('a'), len('b')\n    exec 'a' in {}",
+    "raise OSError, 'a'",
+    "a = `1`",
+    "a = 1 <> 2",
+    "os.chmod('a', 0755)",
+    "a = 10L",
+    "a = ur'a'",
+    "f = lambda (a, b): a",
+    "try: pass\n    except KeyError, e: pass",
+)
 NO = "raise ImportError(\"No module named '{}'\")"
 NEEDS = [  # (program, with --here, what the last line of its error says)
     (f"try:\n    {NO}\nexcept ImportError:\n    raise KeyError".format("sklearn"), False, "--with scikit-learn "),
@@ -70,7 +87,7 @@ NEEDS = [  # (program, with --here, what the last line of its error says)
     (NO.format("gluoncv"), True, "--with gluoncv==0.10.5 "),
     ("import types\nd2l = types.ModuleType('d2l')\nd2l.train_ch3", False, "--with d2l==0.11.4 "),
     ("import numpy\nnumpy.linalg.no_such", True, "omit --here"),
-    ("import numpy\nnumpy.no_such", False, "run --here "),
+    ("import numpy\nnumpy.no_such", False, "--here"),
     ("for i in xrange(3): pass", False, "Python 2"),
     ("import cPickle", False, "Python 2"),
     ("from itertools import izip", False, "Python 2"),
@@ -78,10 +95,27 @@ NEEDS = [  # (program, with --here, what the last line of its error says)
     ("from gluon_mgpu import Error\nraise Error('libcuda.so.1: no such file')", False, "--cpu "),
     ("from pickle import urlopen", False, "ImportError: "),
     ("import sys\nprint >> sys.stderr, 'a'", False, "Python 2"),
-    *((text, False, "Python 2") for text in ("print 'a'", "exec 'a'", "raise OSError, 'a'", "`1`", "1 <> 2")),
-    ("raise SyntaxError('invalid syntax', ('old.py', 1, 1, 'except KeyError, e:'))", False, "Python 2"),  # until 3.9
+    ("import Tkinter", False, "Python 2"),
+    ("import cookielib", False, "Python 2"),
+    ("iter([]).next()", False, "Python 2"),
+    ("{}.keys()[0]", False, "Python 2"),
+    ("len(map(str, [1]))", False, "Python 2"),
+    ("range(3) + [1]", False, "Python 2"),
+    ("range(3)[0] = 1", False, "Python 2"),
+    ("range(10 / 2)", False, "//"),
+    ("[1, 2][:2 / 1]", False, "//"),
+    ("import string\nstring.letters", False, "string.ascii_"),
+    ("cmp(1, 2)", False, "key="),
+    ("import pickle\npickle.loads(b\"S'\\\\xff'\\n.\")", False, "latin1"),
+    ("import tkinter.no_such\nraise ImportError(\"No module named 'tkinter'\")", False, "python3-tk"),
+    ("cv2 = None\nassert cv2 is not None", False, "--with opencv-python-headless "),
+    ("raise ImportError('IProgress not found. Please update jupyter and ipywidgets.')", False, "--with ipywidgets "),
     ("raise SyntaxError('multiple exception types must be parenthesized')", False, "Python 2"),  # until 3.13
+    *((f"import os\n\nif os:\n    {text}\n", False, "Python 2") for text in PYTHON_2),
+    ("if 1:\n        a = 1\n\ta = 2", False, "expand"),
     ("def f(async): pass", False, "SyntaxError: "),  # which 2to3 leaves as it is
+    ("print('a'", False, "SyntaxError: "),
+    ("def f(:\n    print 'a'", False, "SyntaxError: "),
 ]
 
 
@@ -92,15 +126,32 @@ def test_the_last_line_says_what_a_program_needs(text, here, says, tmp_path, cap
         runpy.run_path(str(tmp_path / "old.py"))
     explain.explain(caught.type, caught.value, caught.tb, here=here)
     *traceback, last = capsys.readouterr().err.splitlines()
-    one_line = caught.type is Error or (caught.type is SyntaxError and says == "Python 2")
+    one_line = caught.type is Error or (isinstance(caught.value, SyntaxError) and says != "SyntaxError: ")
     assert says in last and (traceback == []) == one_line
 
 
+def test_the_command_in_a_hint_has_the_options_that_were_given_and_the_program(program):
+    run = program("import nltk_of_the_time", "a b", options=["--gpus", 2])
+    hint = "gluon_mgpu run --gpus 2 --with nltk_of_the_time "
+    assert f"{hint}{shlex.quote(str(run.args[-2]))} 'a b'`" in run.stderr.splitlines()[-1], run.stderr
+
+
+def test_a_package_that_imports_a_module_beside_it_as_in_python_2_is_said_to_be_that(program, tmp_path):
+    tiny.put(tmp_path / "package", {"__init__.py": b"import symbols_of_it", "symbols_of_it.py": b""})
+    assert "lib2to3 -w" in program("import package").stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("here", [False, True])
-def test_pip_changes_no_environment_that_programs_share(here):
-    pip = [sys.executable, "-c", "import os, sys; sys.exit(os.environ.get('PIP_USER') != '1')"]
-    env = prepare.variables(prepare.Preparation(here=here))
-    assert finished(*pip, env=env).returncode == here
+def test_pip_lists_but_does_not_change_packages_that_programs_share(here, tmp_path):
+    venv.create(tmp_path / "shared")
+    (tmp_path / "shared" / packages.COMPLETE).touch()
+    python = tmp_path / "shared/bin/python"
+    (next((tmp_path / "shared/lib").glob("*/site-packages")) / "pip.pth").write_text(str(Path(pip.__file__).parents[1]))
+    env = prepare.variables(prepare.Preparation(here=here), python)
+    listed = finished(python, "-m", "pip", "list", env=env)
+    assert listed.returncode == 0 and "numpy" in listed.stdout, listed.stderr
+    removed = finished(python, "-m", "pip", "uninstall", "--yes", "no-such-package", env=env)
+    assert (removed.returncode, "--with" in removed.stderr) == (int(not here), not here), removed.stderr
 
 
 @pytest.mark.parametrize("words", ["a.ipynb x", "--out b a.py", "no-file.py", "--cpu --here -", ""])

@@ -19,7 +19,7 @@ FACTS = {"seed": 3, "epochs": 2}
 
 @pytest.fixture
 def path(tmp_path):
-    checkpoint.save(tmp_path / "c.npz", ARRAYS, FACTS)
+    (tmp_path / "c.npz").write_bytes(checkpoint.packed(ARRAYS, FACTS))
     return tmp_path / "c.npz"
 
 
@@ -37,6 +37,18 @@ def test_load_returns_what_was_saved_and_numpy_reads_it_too(path):
         np.testing.assert_array_equal(array, np.load(path, allow_pickle=False)[name])
 
 
+def test_names_that_end_like_those_of_files_are_kept_apart(path):
+    arrays = {name: np.full(2, i) for i, name in enumerate(("a.npy", "a", "a.npy.npy"))}
+    path.write_bytes(checkpoint.packed(arrays, FACTS))
+    np.testing.assert_equal(checkpoint.load(path)[0], arrays)
+
+
+@pytest.mark.parametrize("name", ["file", checkpoint.METADATA])
+def test_names_that_a_checkpoint_needs_for_itself_are_refused(name):
+    with pytest.raises(Error):
+        checkpoint.packed({name: np.ones(2)}, FACTS)
+
+
 def test_a_missing_truncated_or_altered_file_and_a_pipe_are_errors_in_one_line_with_their_path(path):
     whole = path.read_bytes()
     for size in range(0, len(whole), 37):
@@ -52,7 +64,7 @@ def test_a_missing_truncated_or_altered_file_and_a_pipe_are_errors_in_one_line_w
 
 
 def test_nothing_is_unpickled(path):
-    checkpoint.save(path, {"W": np.array([print], dtype=object)}, FACTS)
+    path.write_bytes(checkpoint.packed({"W": np.array([print], dtype=object)}, FACTS))
     assert refused(path)
 
 
@@ -95,3 +107,24 @@ def test_a_file_does_not_replace_a_folder_or_a_pipe(tmp_path):
         with pytest.raises(Error):
             files.write_whole(path, lambda file: file.write(b"new"))
         assert path.stat() == before
+
+
+def test_a_link_keeps_leading_to_the_file_which_keeps_its_permissions(tmp_path):
+    (tmp_path / "far").mkdir()
+    path, link = tmp_path / "far/notebook.ipynb", tmp_path / "link.ipynb"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to("far/notebook.ipynb")
+    files.write_whole(link, lambda file: file.write(b"new"))
+    assert link.is_symlink() and path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o640
+    files.write_whole(tmp_path / "new", lambda file: file.write(b"new"))
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert len([*tmp_path.rglob("*")]) == 5
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file")
+def test_a_read_only_file_is_not_replaced(tmp_path):
+    (tmp_path / "file").touch(0o444)
+    with pytest.raises(Error):
+        files.write_whole(tmp_path / "file", lambda file: file.write(b"new"))

@@ -15,13 +15,13 @@ import pytest
 from mxnet import nd
 from runs import FEEDBACK
 
-from gluon_mgpu import networks, scratch
+from gluon_mgpu import scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, lessons, loop
+from gluon_mgpu.training import checkpoint, lessons, loop, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import FILES, Epoch, exists, open_run, read
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.folder import FILES, opened
+from gluon_mgpu.training.record import Epoch, exists, read
 from gluon_mgpu.training.workers import Group
 
 EXTRAS = {"momentum": 0.9, "weight_decay": 0.001, "warmup_epochs": 1.5}
@@ -92,7 +92,7 @@ def killed(**options):
 
 
 def config(folder):
-    return read(folder).recorded
+    return read(folder).config
 
 
 def results(folder):
@@ -147,7 +147,7 @@ def begun(two_epochs, tmp_path):
 )
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
-    for at_step, by in zip(at_steps, (signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
+    for at_step, by in zip(at_steps, (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)):
         interrupted(impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
         done += at_step
         facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
@@ -161,7 +161,7 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
     train("highlevel", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
-    for i, name in enumerate(networks.LENET_NAMES):
+    for i, name in enumerate(registry.LENET_NAMES):
         np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
 
 
@@ -312,7 +312,7 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
 )
 def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
     reconfigure(begun, epochs=4)
-    monkeypatch.setattr(loop, "fit", lambda run, setup, group: (setup.config, setup.model.ctx))
+    monkeypatch.setattr(loop, "fit", lambda setup, folder, group: (setup.run.config, setup.model.ctx))
     found, ctx = training(resume=begun, **given)
     expected = Config(**Config.parse({"gpus": 2, "device": "cpu", "epochs": 4, **given}))
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
@@ -338,12 +338,6 @@ def test_a_lesson_without_a_setting_of_the_run_is_refused_by_its_name(tmp_path):
     assert caught.value.name == "impl"
 
 
-def test_steps_are_seeded_if_a_program_has_replaced_any_function_of_a_lesson(monkeypatch):
-    assert not create_model("scratch", [mx.cpu()]).draws
-    monkeypatch.setattr(scratch, "loss", lambda *args: None)
-    assert create_model("scratch", [mx.cpu()]).draws
-
-
 def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
     train(out=tmp_path, epochs=1, schedule="cosine")
     with pytest.raises(UsageError):
@@ -361,7 +355,7 @@ def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_loc
 
 
 def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
-    with open_run({"resume": begun}, Group()):
+    with opened({"resume": begun}, Group()):
         for option in ("out", "resume"):
             with pytest.raises(UsageError):
                 train(**{option: begun})
@@ -386,7 +380,8 @@ def test_a_link_in_a_runs_folder_is_replaced_and_what_it_names_is_left_unchanged
 
 def resave(folder, arrays=None, **facts):
     old_arrays, old_facts = checkpoint.load(folder / "checkpoint.npz")
-    checkpoint.save(folder / "checkpoint.npz", {**old_arrays, **(arrays or {})}, {**old_facts, **facts})
+    content = checkpoint.packed({**old_arrays, **(arrays or {})}, {**old_facts, **facts})
+    (folder / "checkpoint.npz").write_bytes(content)
 
 
 def reconfigure(folder, **changed):

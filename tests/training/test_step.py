@@ -12,11 +12,11 @@ import small_networks
 from mxnet import nd
 from small_networks import softmax_regression
 
-from gluon_mgpu import evaluate, highlevel, networks, scratch, train
-from gluon_mgpu.training import lessons, models
+from gluon_mgpu import evaluate, highlevel, scratch, train
+from gluon_mgpu.training import lessons, models, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.folder import read
 from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.record import read
 from gluon_mgpu.training.step import assemble
 from gluon_mgpu.training.workers import Group
 
@@ -100,7 +100,7 @@ def test_20_steps_follow_the_update_rule_in_float64_and_keep_replicas_equal(modu
     np.testing.assert_equal([read_arrays(model, device) for device in range(devices)], [found] * devices)
 
 
-networks.register("other names", small_networks.normalized, mx.init.Xavier(), names="abcdefghijkl")
+registry.register("other names", small_networks.normalized, mx.init.Xavier(), names="abcdefghijkl")
 
 
 def normalized(devices, seed=0, model="normalized", **settings):

@@ -67,26 +67,6 @@ def test_the_channels_of_lenet_are_padded_to_multiples_of_the_block(block, chann
     assert str(model.net) == before and "Padded" not in before
 
 
-NONE = "fpu sse4_1 avx"
-PROCESSORS = [  # flags in /proc/cpuinfo, values of DNNL_MAX_CPU_ISA, channels at once
-    (f"{NONE} avx2 avx512f avx512bw", ("", "ALL", "AVX512_CORE"), 16),
-    (f"{NONE} avx2 avx512f avx512bw", ("AVX2", "avx2"), 8),
-    (f"{NONE} avx2", ("", "ALL", "AVX512_CORE"), 8),
-    (f"{NONE} avx2", ("AVX", "SSE41"), 1),
-    (NONE, ("", "ALL"), 1),
-]
-
-
-@pytest.mark.parametrize("flags, limits, block", PROCESSORS)
-def test_the_block_is_that_of_the_instructions_that_onednn_uses(flags, limits, block, monkeypatch):
-    monkeypatch.setattr(tuning.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
-    for limit in limits:
-        monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
-        if not limit:
-            monkeypatch.delenv("DNNL_MAX_CPU_ISA")
-        assert tuning.channel_block() == block
-
-
 UNCHANGED = {
     "ResNet-18": (networks.resnet18, 8),
     "normalization": (lambda: network(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Dense(10)), 8),

@@ -1,0 +1,139 @@
+"""Sets up a run: turns settings, a lesson and a recorded run into a `Setup`, which `fit` trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import secrets
+
+import mxnet
+import numpy as np
+from mxnet import Context
+
+from gluon_mgpu import __version__
+from gluon_mgpu.check.mxnet import compare_lesson
+from gluon_mgpu.compat import startup
+from gluon_mgpu.data import datasets
+from gluon_mgpu.data.datasets import Dataset
+from gluon_mgpu.support import log
+from gluon_mgpu.support.errors import Error, UsageError, setting, shown
+from gluon_mgpu.training.checkpoint import STATE
+from gluon_mgpu.training.config import SETTINGS, Config
+from gluon_mgpu.training.lessons import Lesson
+from gluon_mgpu.training.loop import Setup
+from gluon_mgpu.training.model import Model, read_arrays
+from gluon_mgpu.training.models import model_of
+from gluon_mgpu.training.record import CHANGEABLE, Position, Run
+from gluon_mgpu.training.seeds import seed_generators
+from gluon_mgpu.training.state import LessonState
+from gluon_mgpu.training.step import assemble
+from gluon_mgpu.training.watch import UnsavedArrays, naming_what_it_does_not_call
+from gluon_mgpu.training.workers import Group
+
+
+def set_up(
+    config: Config, recorded: Run | None, lesson: Lesson, data: Dataset | None, ctx: list[Context], group: Group
+) -> Setup:
+    """Turn the settings of a run into what the training loop needs. Says what a resumed run does differently.
+
+    recorded: the run to resume; None: a new run. data: None: load the data set that is named in the settings. Raises
+    UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or another
+    worker has other data.
+    """
+    config = dataclasses.replace(config, impl=lesson.recorded)
+    if draws_seed := config.seed is None:
+        config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
+    assert config.seed is not None
+    if data is None:
+        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+    else:
+        data = data.first(config.limit)
+    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+    if recorded:
+        recorded.check_data(data, "data_dir", config.data_dir)
+    details = _details(ctx, data, group)
+    group.agree({"data with digest": details["data_digest"]}, "start all workers with the same data")
+    warning = _compare_with_one_device(lesson, ctx, config, data)
+    seed_generators(config.seed)
+    model = model_of(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
+    if recorded:
+        _restore(model, state, recorded, config, lesson)
+    if group.size > 1:
+        model.load(group.broadcast_arrays(read_arrays(model)))
+    if draws_seed:
+        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
+    details["running_stats"] = bool(model.running_stats)
+    run = Run(config, details, recorded.position if recorded else Position(), {})
+    if recorded:
+        _say_what_changed(recorded, run)
+    is_assembled = group.size > 1 or config.shares is not None
+    step = assemble(model, group) if is_assembled else model.step
+    if lesson.is_own and not warning:
+        built = ["lenet"] if lesson.family == "highlevel" and config.model == "lenet" else []
+        step = naming_what_it_does_not_call(step, lesson, built)
+    unsaved = UnsavedArrays(lesson, state) if lesson.is_own and (config.out or config.resume) else None
+    return Setup(run, data, model, step, state, unsaved, warning)
+
+
+def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, object]:
+    """What a run records besides its settings."""
+    return {
+        "workers": group.size,
+        "devices": [str(c) for c in ctx],
+        "threads": startup.openmp_threads(),
+        "version": __version__,
+        "mxnet": mxnet.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "data": data.source,
+        "data_digest": data.digest(),
+        "image_shape": data.image_shape,
+        "image_dtype": str(data.train_images.dtype),
+        "classes": data.classes,
+    }
+
+
+def _compare_with_one_device(lesson: Lesson, ctx: list[Context], config: Config, data: Dataset) -> str:
+    """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
+    if len(ctx) == 1 or not lesson.is_own:
+        return ""
+    report = compare_lesson(lesson.module, ctx, config, data.image_shape, data.classes, own_trainer=False)
+    if report.verdict:
+        without = f" (compared without {setting('shares')})" if config.shares else ""
+        log.say(f"{lesson.name} {report.line}{without}")
+    return report.verdict and f"{lesson.name} {report.verdict}"
+
+
+def _restore(model: Model, state: LessonState | None, recorded: Run, config: Config, lesson: Lesson) -> None:
+    """Give the model and the lesson the arrays of a recorded run; only worker 0 has them. Raises Error if they do not
+    match the network or the lesson's state."""
+    of_lesson = {name: array for name, array in recorded.arrays.items() if name.startswith(STATE)}
+    of_model = {name: array for name, array in recorded.arrays.items() if name not in of_lesson}
+    try:
+        if of_lesson and not state:
+            advice = f"{lesson.name} has none; resume with the run's lesson"
+            raise Error(f"the run's lesson has a state, but {advice}")
+        if of_model:
+            model.load(of_model)
+        if state:
+            state.load(of_lesson)
+    except UsageError:
+        raise
+    except Error as error:
+        raise Error(f"{config.resume}: {error}") from None
+
+
+def _say_what_changed(recorded: Run, run: Run) -> None:
+    """Print a notice if something that may change has changed in a resumed run."""
+    old, new = recorded.described(), run.described()
+    names = [name for name in sorted(SETTINGS) if SETTINGS[name].changeable and name != "epochs"]
+    changed = [name for name in (*names, *CHANGEABLE) if name in old and old[name] != new.get(name, old[name])]
+    if changed:
+        effect = "results are the same except for rounding, and for random numbers in a step"
+        if "impl" in changed:
+            effect = "the other lesson continues the run"
+        elif new["running_stats"] and {"devices", "shares", "workers"} & {*changed}:
+            effect = "results differ, because batch normalization sees only the examples of one shard"
+        changes = [f"{name} {shown(new[name])} instead of {shown(old[name])}" for name in changed]
+        log.say(f"{', '.join(changes)}: {effect}")

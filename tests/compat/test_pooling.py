@@ -1,0 +1,85 @@
+"""Pooling has the bits of stock MXNet, however a program computes it. Each side is a process that uses AVX2."""
+
+import re
+import sys
+
+import pytest
+from runs import program, python
+
+STOCK = "from gluon_mgpu.compat import startup; startup.use_stock_settings()\n"
+PROGRAM = program("""
+    import hashlib, itertools, json
+    import mxnet as mx
+    import numpy as np
+    from mxnet import autograd, gluon, nd
+
+    WEIGHT = np.random.default_rng(1).standard_normal((20, 3, 1, 1)).astype("float32")
+
+    class Net(gluon.HybridBlock):
+        def __init__(self, options):
+            super().__init__()
+            self.options, self.weight = options, self.params.get("weight", shape=WEIGHT.shape)
+
+        def hybrid_forward(self, F, x, weight):
+            y = F.Convolution(x, weight, kernel=(1, 1), num_filter=20, no_bias=True)
+            return F.Pooling(F.Activation(y, act_type="relu"), **self.options)
+
+    def results(way, options, dtype, x):
+        net = Net(options)
+        net.initialize(mx.init.Constant(mx.nd.array(WEIGHT)))
+        net.cast(dtype)
+        x = nd.array(x, dtype=dtype)
+        x.attach_grad()
+        if way in ("bind", "simple_bind"):
+            symbol = net(mx.sym.var("x"))
+            arrays = dict(x=x, **{p.name: p.data() for p in net.collect_params().values()})
+            if way == "bind":
+                gradients = [nd.zeros_like(arrays[name]) for name in symbol.list_arguments()]
+                run = symbol.bind(mx.cpu(), arrays, gradients)
+            else:
+                run = symbol.simple_bind(mx.cpu(), type_dict={name: dtype for name in arrays}, x=x.shape)
+                for name, array in arrays.items():
+                    run.arg_dict[name][:] = array
+            [y] = run.forward(is_train=True)
+            run.backward(1 + y.abs())
+            return symbol.list_outputs(), y, *run.grad_arrays
+        net.hybridize(way == "hybridized")
+        with autograd.record():
+            y = net(x)
+        y.backward(1 + y.abs())
+        if way == "hybridized":
+            net.export("FILE")
+            saved = json.load(open("FILE-symbol.json"))["nodes"]
+            return [node["op"] for node in saved if node["op"] != "null"], y, x.grad, net.weight.grad()
+        return "", y, x.grad, net.weight.grad()
+
+    rng = np.random.default_rng(0)
+    windows = [dict(kernel=(k, k), stride=(s, s)) for k, s in ((2, 2), (2, 3), (3, 2))]
+    others = dict(pad=(1, 1)), dict(pooling_convention="full"), dict(global_pool=True)
+    windows += [{**windows[0], **other} for other in others]
+    for kind, window in itertools.product(("avg", "max"), windows):
+        x = np.round(rng.standard_normal((2, 3, 9, 11)), 1)  # with equal numbers
+        for way, dtype in itertools.product("imperative hybridized bind simple_bind".split(), ("float32", "float64")):
+            names, *arrays = results(way, dict(pool_type=kind, **window), dtype, x)
+            bits = b"".join(array.asnumpy().tobytes() for array in arrays)
+            types = {array.dtype.__name__ for array in arrays}
+            print("result", kind, way, dtype, window, names, types, hashlib.sha256(bits).hexdigest())
+""")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="needs AVX2")
+def test_pooling_has_the_bits_of_stock_mxnet_without_onednns_reference_code(tmp_path):
+    code = PROGRAM.replace("FILE", str(tmp_path / "net"))
+    stock, ours = (
+        python(first + code, DNNL_MAX_CPU_ISA="AVX2", DNNL_VERBOSE="1") for first in (STOCK, "import gluon_mgpu\n")
+    )
+    for done in (stock, ours):
+        assert done.returncode == 0, done.stderr
+    results = [[line for line in done.stdout.splitlines() if line.startswith("result")] for done in (stock, ours)]
+    assert len(results[0]) == 2 * 6 * 4 * 2 and results[0] == results[1]
+    computed = [
+        re.findall(r"pooling.*,simple.*alg:pooling_(avg|max).*oh4kh2sh2dh0ph0_", done.stdout) for done in (stock, ours)
+    ]
+    assert {*computed[0]} == {"avg", "max"} and not computed[
+        1
+    ]  # windows that do not overlap, in 9 rows without padding

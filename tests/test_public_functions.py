@@ -1,0 +1,136 @@
+"""Public functions check what commands check: they refuse each kind of bad value with a UsageError in one line."""
+
+import numpy as np
+import pytest
+
+from gluon_mgpu import UsageError, evaluate, train
+from gluon_mgpu.data import datasets
+
+DATA = datasets.synthetic(60, 100)
+IMAGES, LABELS = DATA.test_images, DATA.test_labels
+WIDE = IMAGES.reshape(-1, 1, 14, 56)  # of the same length
+PARTS = {"train_images": IMAGES, "train_labels": LABELS, "test_images": IMAGES, "test_labels": LABELS}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train("scratch", 1, 30, 0.1, dataset="synthetic", limit=60, epochs=1, seed=0, device="cpu", out=folder)
+    return evaluate.load(folder, device="cpu")
+
+
+BAD_IMAGES = {
+    "none": None,
+    "text": "images",
+    "number": 3,
+    "empty list": [],
+    "rows of different lengths": [[1, 2], [3]],
+    "no examples": IMAGES[:0],
+    "two dimensions": IMAGES[:, 0, 0],
+    "five dimensions": IMAGES[None],
+    "whole numbers": IMAGES.astype(int),
+    "booleans": IMAGES > 5,
+    "complex numbers": IMAGES + 0j,
+    "objects": IMAGES.astype(object),
+    "texts": IMAGES.astype(str),
+    "masked": np.ma.masked_less(IMAGES, 5),
+    "not finite": np.where(IMAGES > 5, np.nan, 0),
+    "too large for float32": np.full(IMAGES.shape, 1e39),
+}
+BAD_LABELS = {
+    "none": None,
+    "text": "labels",
+    "number": 3,
+    "empty list": [],
+    "too few": LABELS[:-1],
+    "too many": [*LABELS, 0],
+    "two dimensions": np.stack([LABELS, LABELS], axis=1),
+    "negative": LABELS.astype(int) - 1,
+    "too large": LABELS.astype(np.int64) + 2**40,
+    "floats": LABELS / 2,
+    "booleans": LABELS > 5,
+    "complex numbers": LABELS + 0j,
+    "objects": LABELS.astype(object),
+    "texts": LABELS.astype(str),
+    "masked": np.ma.masked_equal(LABELS, 5),
+}
+BAD_NUMBERS = {
+    "zero": 0,
+    "negative": -1,
+    "fraction": 1.5,
+    "not finite": float("nan"),
+    "text": "many",
+    "boolean": True,
+    "NumPy's boolean": np.True_,
+    "array": np.zeros((100, 100)),
+    "list": [*range(5000)],
+}
+
+
+def bad(values, *omitted):
+    return [pytest.param(value, id=kind) for kind, value in values.items() if kind not in omitted]
+
+
+def refuses(name, function, *arguments, **options):
+    with pytest.raises(UsageError) as caught:
+        function(*arguments, **options)
+    assert caught.value.name == name and "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("value", bad(BAD_IMAGES))
+def test_images_that_cannot_be_used_are_refused(value, trained):
+    for name in ("train_images", "test_images"):
+        refuses(name, datasets.own, **{**PARTS, name: value})
+    refuses("images", evaluate.scores, trained, value)
+    refuses("images", evaluate.report, trained, value, LABELS)
+    pictures = [] if value is None or isinstance(value, (str, int)) else value
+    refuses("images", evaluate.classify, trained, ["a"], pictures)
+
+
+@pytest.mark.parametrize("value", bad(BAD_LABELS))
+def test_labels_that_cannot_be_used_are_refused(value, trained):
+    for name in ("train_labels", "test_labels"):
+        refuses(name, datasets.own, **{**PARTS, name: value})
+    refuses("labels", evaluate.report, trained, IMAGES, value)
+
+
+def test_images_and_labels_that_do_not_fit_the_network_are_refused(trained):
+    for function in (evaluate.scores, lambda trained, images: evaluate.report(trained, images, LABELS)):
+        refuses("images", function, trained, WIDE)
+        refuses("images", function, trained, IMAGES.repeat(3, axis=1))
+    refuses("labels", evaluate.report, trained, IMAGES, LABELS + 1)
+    refuses("images", evaluate.classify, trained, ["a"], [WIDE[0]])
+    refuses("images", evaluate.classify, trained, ["a", "b"], [IMAGES[0]])
+    refuses("shape", evaluate.read_image, "a.png", (28, 28))
+
+
+@pytest.mark.parametrize("value", bad(BAD_NUMBERS))
+def test_numbers_that_cannot_be_used_are_refused(value):
+    settings = {"epochs": 1, "dataset": "synthetic", "limit": 60, "device": "cpu"}
+    for name in ("batch_size", "limit", "epochs"):
+        refuses(name, train, "scratch", **{**settings, name: value})
+    refuses("limit", datasets.load, "synthetic", limit=value)
+    refuses("limit", DATA.first, value)
+    refuses("batch_size", datasets.load_fashion_mnist, value)
+    if np.ndim(value) or value != 0:
+        refuses("seed", datasets.load, "synthetic", limit=60, seed=value)
+
+
+@pytest.mark.parametrize("lr", [1e308, 1e39, 1e-45, 1e-320, *(v for k, v in BAD_NUMBERS.items() if k != "fraction")])
+def test_a_learning_rate_that_mxnet_cannot_take_is_refused(lr):
+    refuses("lr", train, "scratch", lr=lr, dataset="synthetic", limit=60, device="cpu", epochs=1)
+
+
+@pytest.mark.parametrize("momentum", [1e-320, 1, np.True_])
+def test_a_momentum_that_mxnet_cannot_take_is_refused(momentum):
+    refuses("momentum", train, "highlevel", momentum=momentum, dataset="synthetic", limit=60, device="cpu", epochs=1)
+
+
+def test_lists_and_ndarrays_are_as_good_as_arrays(trained):
+    from mxnet import nd
+
+    expected = evaluate.report(trained, IMAGES, LABELS)
+    assert evaluate.report(trained, nd.array(IMAGES, dtype="uint8"), LABELS.tolist()) == expected
+    assert evaluate.report(trained, IMAGES[:, 0], np.ma.masked_array(LABELS)[:, None]) == expected
+    nested = datasets.own(IMAGES, LABELS.tolist(), nd.array(IMAGES, dtype="uint8"), LABELS)
+    assert nested.checksum() == datasets.own(IMAGES, LABELS.astype(int), IMAGES, LABELS).checksum()
