@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check import reached
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm
 from gluon_mgpu.check.kept import kept

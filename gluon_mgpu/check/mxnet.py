@@ -24,7 +24,7 @@ from mxnet import Context, gluon, nd
 from mxnet.ndarray import NDArray
 
 import gluon_mgpu.check.judge as judge
-from gluon_mgpu.check import reached
+import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
 from gluon_mgpu.check.kept import kept
