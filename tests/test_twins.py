@@ -150,6 +150,7 @@ def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summ
             processes=(4,),
             divide="none",
             reference=lambda state, batch: program.train_batch(*batch, *state),
+            seconds=300,
         )
         assert report.same == is_same, report.explain()
 
