@@ -399,7 +399,11 @@ class _Comparison:
             if all(not far(*common(a, b), tolerances(b)) for a, b in pairs):
                 return rates
         names = f" ({some(wrong)})" if wrong and right else ""
-        return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {LEFT}"
+        own, others = self._rest(i - 1)
+        advice = (
+            f"before it, {some(own + others)} is another one; compute it from all examples" if own + others else LEFT
+        )
+        return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {advice}"
 
     def _diagnose(self, i: int) -> Claim:
         """What is wrong with step i, taken by fresh copies of the code, after those before it if none has moved."""
@@ -513,9 +517,9 @@ class _Comparison:
         reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
         yield "update", reason if apart > max(1e-2, rounding, 8 * of_one) else ""
 
-    def _compare_rest(self) -> None:
-        """Warn of other state, such as a moving average in an attribute, that changes otherwise than on one device."""
-        i = self.steps - 1
+    def _rest(self, i: int) -> tuple[list[str], list[str]]:
+        """Other state, such as a moving average in an attribute, that is another one after step i: on each device, or
+        than on one."""
         several, one, double = self._sides(i)
         own, others = list[str](), list[str]()
         for name, value in one.rest[0].items() if one.rest else ():
@@ -529,6 +533,11 @@ class _Comparison:
                 others.append(name)
             elif name in self.one.facts.get("others", ()):
                 own.append(name)
+        return own, others
+
+    def _compare_rest(self) -> None:
+        """Warn of other state that changes otherwise than on one device."""
+        own, others = self._rest(self.steps - 1)
         advice = "if evaluation, a checkpoint or a later step uses it"
         if own:
             self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
@@ -663,9 +672,9 @@ class Evidence:
         if tests["no sum"]():
             cause = (
                 f"on one {unit}, the gradients of the shards do not add up to those of the batch, so the loss is no "
-                "sum over examples: it may have a mean over tokens, weights, negatives of others, or statistics of a "
-                f"shard; add numerators and denominators over the {UNITS[unit]}, or gather what it needs, with "
-                "gradients"
+                "sum over examples: it may have a mean over tokens, weights, a choice of examples, negatives of "
+                f"others, or statistics of a shard; add numerators and denominators over the {UNITS[unit]}, or gather "
+                "what it needs, with gradients"
             )
             return "update", f"{where} differs: {cause}{tests['begins']()}"
         if is_of_parts:

@@ -12,7 +12,7 @@ import inspect
 import os
 import random as python_random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 
 import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
@@ -71,6 +72,7 @@ def parallel(
     "contiguous", "strided" as by DistributedSampler, or "none" if the step itself divides. seconds: the limit of a
     step.
     """
+    import_modules(["torch._dynamo"] * bool({"torch.distributed.fsdp", "torch.distributed.tensor"} & {*sys.modules}))
     driver = PyTorch(make, step, batch, random == "off", reference, divide, seconds)
     return compare(driver, processes, steps, even)
 
@@ -84,12 +86,16 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
 
 
 def import_early(text: bytes) -> None:
-    """Import the parts of PyTorch that a file imports, which each process would otherwise do; that takes seconds."""
+    """Import the parts of PyTorch that a file needs, which each process would otherwise do; that takes seconds."""
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
-    names |= {"torch._dynamo"} if b"torch.compile" in text or b"fsdp" in text else set()
-    for name in sorted(names):
+    words = (b"torch.compile", b"torch.func", b"vmap", b"fsdp", b"distributed.tensor")
+    import_modules([*sorted(names), *["torch._dynamo"] * any(word in text for word in words)])
+
+
+def import_modules(names: Iterable[str]) -> None:
+    for name in names:
         if name.startswith("torch."):
             with suppress(ImportError):  # each process says so
                 importlib.import_module(name)
@@ -264,7 +270,8 @@ class PyTorch(Driver):
             normalized = [m for m in state.modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
             facts |= {"normalized": bool(normalized), "data": [summary(drawn[batch]) for batch in batches]}
-            buffers = {id(b) for m in normalized for b in m.buffers()}
+            with_statistics = [m for m in state.modules if isinstance(m, NormBase) and not self.reference]
+            buffers = {id(b) for m in with_statistics if not isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
             synced = {id(b) for m in state.modules if getattr(m, "broadcast_buffers", False) for b in m.buffers()}
             facts["statistics"] = [name for name, a in state.tensors.items() if id(a) in buffers]
             facts["synced"] = [name for name, a in state.tensors.items() if id(a) in buffers & synced]

@@ -33,6 +33,7 @@ ON_PAGE = {
     "rings": ("tree", "ring", "reduce_scatter", "buckets"),
     "zero": ("zero1",),
     "partition": ("block",),
+    "hybrid": ("hybrid",),
 }
 PAGES = {name: page for page, names in ON_PAGE.items() for name in names}
 NAMES = tuple(PAGES)

@@ -365,3 +365,28 @@ def overlap(*shapes: tuple[int, ...]) -> Case:
             raise Mistake("waits-for-some", f"{len(shapes)} parts; did not wait for the copies of the parts {missing}")
 
     return Case(f"{len(shapes)} parts", call, {}, check)
+
+
+@inputs((2, 2, 5, 3, 5), (3, 1, 7, 2, 2), (1, 3, 4, 2, 5), (2, 3, 6, 2, 6))
+def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
+    random = np.random.RandomState(rows + columns)
+    X, y = random.randint(-2, 3, (n, d)).astype(float), random.randint(-4, 5, n).astype(float)
+    s, W, v = (random.randint(1, 4, shape).astype(float) for shape in ((d,), (h, d), (h,)))
+    parts = [[s, *part, np.array([0.5])] for part in zip(np.array_split(W, columns), np.array_split(v, columns))]
+    text = f"{rows} x {columns} devices, {n} examples, {h} hidden values"
+    what = "s, W, v and b on each device"
+
+    def call(function: Function) -> Trial:
+        devices = iter(contexts(rows * columns))
+        mesh = [[[nd.array(p, ctx=c) for p in part] for part, c in zip(parts, devices)] for _ in range(rows)]
+        on_devices = [params for row in mesh for params in row]
+        for p in (p for params in on_devices for p in params):
+            p.attach_grad()
+        given = [[[*params] for params in row] for row in mesh]
+        with recording() as events:
+            function(nd.array(X), nd.array(y), given, 0.1)
+        replaced = any(p is not q for row, still in zip(mesh, given) for a, b in zip(row, still) for p, q in zip(a, b))
+        return Trial({what: values(on_devices)}, [*events, *[cases.REPLACED] * replaced])
+
+    start = [np.concatenate([p.ravel() for p in part]) for part in parts] * rows
+    return Case(text, call, {what: start}, lambda events: cases.check_copies(text, events, needed=1))
