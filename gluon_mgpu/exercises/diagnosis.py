@@ -144,8 +144,10 @@ def _describe(found: Numbers, right: Numbers, before: Numbers | None) -> tuple[s
         return "zeros", ""
     if same([np.sort(result)], [np.sort(wanted)]):
         return "wrong-order", ""
-    if (result != start)[wanted == start].any():
-        return "changes-others", ""
+    if len({*sizes[1]}) == 1:
+        kept = np.equal(right, before).all(axis=0)  # elements that are the same on each device, before and after
+        if kept.any() and not same([x[kept] for x in found], [x[kept] for x in right]):
+            return "changes-others", ""
     for what, done, needed in (("changes: ", result - start, wanted - start), ("", result, wanted)):
         factor = done @ needed / max(needed @ needed, 1e-9)
         if not np.isfinite(factor) or not allclose(done, factor * needed, rtol=1e-3, atol=1e-6):
@@ -180,7 +182,7 @@ def _describe_sum(found: Numbers, right: Numbers, before: Numbers) -> str:
     sums_of_elements = [[np.full(total.size, np.sum(x)) for x in xs] for xs in ([before] * k, before)]
     if any(same(found, [x / divisor for x in xs]) for xs in sums_of_elements for divisor in (1, scale)):
         return "over-elements"
-    if same(found[:1], right[:1]) and not any(same([f], [r]) for f, r in zip(found[1:], right[1:])):
+    if same(found[:1], right[:1]):
         return "no-broadcast"
     if k > 4:
         return ""

@@ -23,7 +23,7 @@ def _rows(arrays: Sequence[NDArray]) -> list[list[float]]:
     return [row for array in arrays for row in array.asnumpy().reshape(len(array), -1).tolist()]
 
 
-@inputs(((7, 2), [1, 2]), ((6, 2), [1, 1]), ((11, 2, 2), [2, 1, 3]), ((9, 1), [3, 2, 1, 2]))
+@inputs(((14, 2), [1, 4]), ((6, 2), [1, 1]), ((11, 2, 2), [2, 1, 3]), ((9, 1), [3, 2, 1, 2]))
 def split(shape: tuple[int, ...], speeds: list[int]) -> Case:
     n, ctx, data = shape[0], contexts(len(speeds)), nd.arange(np.prod(shape)).reshape(shape)
     batch = _rows([data])
@@ -61,10 +61,11 @@ def _linear_model(
 
     sizes: the number of examples in each part of a step's batch. steps: each calls a function with the parameters.
     """
+    w, b = nd.array([1, -2]), nd.array([0.5])
     start = [np.array([1, -2, 0.5])] * k
 
     def call(function: Function) -> Trial:
-        params = [[nd.array(p, ctx=c) for p in ([1, -2], [0.5])] for c in contexts(k)]
+        params = [[w.copyto(c), b.copyto(c)] for c in contexts(k)]
         for p in (p for own in params for p in own):
             p.attach_grad(grad_req)
         results: Results = {}
