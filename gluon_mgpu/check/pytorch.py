@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.parallel
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 
 import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
@@ -269,7 +270,8 @@ class PyTorch(Driver):
             normalized = [m for m in state.modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
             facts |= {"normalized": bool(normalized), "data": [summary(drawn[batch]) for batch in batches]}
-            buffers = {id(b) for m in normalized for b in m.buffers()}
+            with_statistics = [m for m in state.modules if isinstance(m, NormBase) and not self.reference]
+            buffers = {id(b) for m in with_statistics if not isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
             synced = {id(b) for m in state.modules if getattr(m, "broadcast_buffers", False) for b in m.buffers()}
             facts["statistics"] = [name for name, a in state.tensors.items() if id(a) in buffers]
             facts["synced"] = [name for name, a in state.tensors.items() if id(a) in buffers & synced]

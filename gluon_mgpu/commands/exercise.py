@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -77,7 +78,7 @@ def start(name: str, out: str | None) -> None:
         advice = f"already exists; complete it, or choose another file with {setting('out')}"
         raise UsageError("out" if out else None, path, advice)
     files.write_whole(path, lambda file: file.write(exercises.skeleton(name).encode()))
-    click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise grade {path}')}`")
+    click.echo(f"wrote {path}: complete the function, then run `{command(f'exercise grade {shlex.quote(str(path))}')}`")
 
 
 @exercise.command(

@@ -196,9 +196,9 @@ def test_a_message_names_the_layer_and_where_to_cut(what, tmp_path):
 
 @needs("pytorch")
 def test_a_failure_of_pytorch_names_the_layer(tmp_path, monkeypatch):
-    x = s.FullyConnected(X, num_hidden=2, name="the_layer")
+    x = s.FullyConnected(X, num_hidden=2, name="conv7")
     monkeypatch.setitem(operators.RULES, "square", "{0}.reshape(7, 7)")
-    with pytest.raises(Error, match="the_layer") as error:
+    with pytest.raises(Error, match="self.conv7") as error:
         convert.save(convert.from_files(*files(tmp_path, s.square(x)), (6,)), "pytorch", str(tmp_path / "net"))
     assert "\n" not in str(error.value)
 
