@@ -316,9 +316,8 @@ def warmed_up(rank, world):
 
 
 def two_losses(rank, world):
-    critic, actor = nn.Linear(20, 1), mlp()
     torch.manual_seed(3)
-    nn.init.normal_(critic.weight)
+    critic, actor = nn.Linear(20, 1), mlp()
     return critic, actor, torch.optim.SGD([*critic.parameters(), *actor.parameters()], lr=0.1)
 
 
