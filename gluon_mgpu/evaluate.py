@@ -5,6 +5,8 @@ This module only reads from the run's folder, so it can evaluate a run that is s
 
 from __future__ import annotations
 
+import numbers
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from gluon_mgpu.training.record import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
 ONLY_TRAINING = ("momentum", "weight_decay", "shares", "tune")  # settings that an evaluation does not need
+MOST = 2  # of pixels that training had from 0 to 1: a little more is noise, and much more is another scale
 TOP = 3  # number of classes printed per image
 
 
@@ -52,6 +55,8 @@ def load(
     Raises UsageError if the folder does not hold a run, or if impl does not support its network; Error if the
     checkpoint is damaged or from a different network or version.
     """
+    if not isinstance(folder, (str, os.PathLike)) or "\0" in str(folder):
+        raise UsageError("folder", folder, "must be the path of a run")
     run = read(folder)
     if impl is None and run.config.impl not in LESSONS:
         option = setting("impl", run.config.impl)
@@ -92,8 +97,12 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     images = own_data.checked_images("images", images)
     if images.shape[1:] != model.image_shape:
         raise UsageError("images", images.shape, f"the network takes images of shape {model.image_shape}")
-    if images.dtype == np.uint8 and trained.run.details.get("image_dtype", "uint8") != "uint8":
+    trained_on_uint8 = trained.run.details.get("image_dtype", "uint8") == "uint8"
+    if images.dtype == np.uint8 and not trained_on_uint8:
         raise UsageError("images", "uint8", "the network was trained on floating-point numbers; scale them so")
+    if images.dtype != np.uint8 and trained_on_uint8 and images.max() > MOST:
+        advice = "the network was trained on numbers from 0 to 1; divide by 255, or pass uint8"
+        raise UsageError("images", f"numbers up to {images.max():g}", advice)
     results: list[np.ndarray] = []
     for X, _ in batches(images, np.zeros(len(images)), min(trained.config.batch_size, LARGEST_BATCH)):
         shards = [model.predict(X_shard) for X_shard in split(X, model.ctx)]  # computed at the same time
@@ -133,7 +142,8 @@ def read_image(path: str | Path, shape: Sequence[int] = IMAGE_SHAPE) -> np.ndarr
     Transparent pixels become black, the background color of the data sets. Raises Error if the file is missing,
     damaged, not in one of FORMATS, or so large that Pillow treats it as a decompression bomb.
     """
-    if len(shape) != 3 or min(shape) < 1:
+    is_shape = isinstance(shape, (list, tuple)) and all(isinstance(n, numbers.Integral) and int(n) > 0 for n in shape)
+    if not is_shape or len(shape) != 3:
         raise UsageError("shape", shape, "must be (channels, height, width)")
     channels, height, width = shape
     if channels not in (1, 3):

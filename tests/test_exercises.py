@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import runs
 from gluon_mgpu import exercises
 from gluon_mgpu.commands.exercise import _csv
 from gluon_mgpu.commands.exercise import exercise as command
-from gluon_mgpu.exercises import Mistake, cases, grading
+from gluon_mgpu.exercises import Mistake, cases, diagnosis, grading
 
-# Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct". Each is code that follows our solution and
-# replaces its function, or edits to our solution: lines "< OLD", then lines "> NEW".
-ANSWERS = re.findall(
-    r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("answers.txt").read_text(), re.MULTILINE | re.DOTALL
-)
+# Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct"; see `exercises.edited` for what follows.
+# Those in the package are the known mistakes. The others are recognized by rules, or described.
+ANSWERS = [
+    answer
+    for file in (Path(exercises.__file__).with_name("known.txt"), Path(__file__).with_name("answers.txt"))
+    for answer in re.findall(r"^## (\w+): (\S+)\n(.*?)(?=^## |\Z)", file.read_text(), re.MULTILINE | re.DOTALL)
+]
 PLANTED = [answer for answer in ANSWERS if answer[1] != "correct"]
 CORRECT = [(name, code) for name, mistake, code in ANSWERS if mistake == "correct"]
 
@@ -43,12 +46,9 @@ def found(name, code, path="answer.py"):
 
 def diagnosed(name, code):
     """The name of the mistake, or None, in an answer: code that follows our solution, or edits to it."""
-    whole, edits = exercises.solution(name), re.findall(r"((?:^< .*\n)+)((?:^>.*\n)+)", code, re.MULTILINE)
-    for old, new in edits:
-        old, new = (re.sub(r"^[<>] ?", "", lines, flags=re.MULTILINE)[:-1] for lines in (old, new))
-        assert old in whole
-        whole = whole.replace(old, new, 1)
-    mistake = found(name, whole if edits else f"{whole}\n{code}")
+    answer = exercises.edited(exercises.solution(name), code)
+    assert answer  # otherwise, an edit does not fit
+    mistake = found(name, answer)
     return mistake and mistake.name
 
 
@@ -87,16 +87,18 @@ def test_every_mistake_that_is_explained_is_planted_and_the_reverse():
     for name, mistakes in own.items():
         planted = {mistake for exercise, mistake, _ in PLANTED if exercise == name}
         assert mistakes <= planted <= mistakes | texts.defaults().keys()
-    shared = re.findall(r'"([a-z]+(?:-[a-z]+)+)"', Path(cases.__file__).read_text())
+    shared = re.findall(
+        r'"([a-z]+(?:-[a-z]+)+)"', Path(cases.__file__).read_text() + Path(diagnosis.__file__).read_text()
+    )
     assert {*shared} <= texts.defaults().keys()
     everywhere = {mistake for _, mistake, _ in PLANTED}
-    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "not-graded"}
+    other_tests = {"unfinished", "time-limit", "failed-operator", "ended-early", "not-graded", "memory-limit"}
     assert texts.defaults().keys() - everywhere == other_tests
 
 
 def test_an_operator_that_fails_later_is_reported():
     code = """
-def split_and_load(data, ctx):
+def split_and_load(data, ctx, speeds):
     from mxnet import nd
 
     return [nd.take(data, nd.array([99]), mode="raise") for _ in ctx]
@@ -113,7 +115,7 @@ CASES = [
     (f"{WRONG}import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended-early"),
     (f"{WRONG}import sys; print('null'); sys.stdout.close()", "not-in-place"),
     (f"{WRONG}import numpy; numpy.allclose = lambda *args, **kwargs: True", "not-in-place"),
-    (f"{WRONG}x = bytearray(5 << 30)", "error"),
+    (f"{WRONG}x = bytearray(5 << 30)", "memory-limit"),
     (f"{WRONG}error = OSError('no')\nerror.__notes__ = ['']\nraise error", "error"),
     (f"{WRONG}while True: print('x' * 10**6, end='')", "time-limit"),
 ]
@@ -152,7 +154,7 @@ def test_start_edit_check_and_correct(tmp_path):
     again = run("start", "allreduce", folder=tmp_path)
     assert (again.returncode, again.stdout) == (2, "") and "allreduce.py" in again.stderr
 
-    file.write_text(exercises.solution("allreduce").replace("        total.copyto(array)", "        print('here')"))
+    file.write_text(exercises.solution("allreduce").replace("        mean.copyto(array)", "        print('here')"))
     checked = run("grade", "allreduce.py", "--solution", folder=tmp_path)
     assert (checked.returncode, checked.stderr) == (1, "")
     assert checked.stdout.startswith("here\n") and "Mistake: no-broadcast" in checked.stdout
@@ -203,8 +205,8 @@ def notebook(*cells):
     )
 
 
-SPLIT, SUM = exercises.solution("split"), exercises.solution("allreduce")
-NO_COPY = SUM.replace("        total.copyto(array)", "        pass")
+SPLIT, SUM = (f"{exercises.solution(name)}\n# my own\n" for name in ("split", "allreduce"))
+NO_COPY = SUM.replace("        mean.copyto(array)", "        pass")
 # {file: (its content, [(cell, exercise, mistake)])}
 CLASS = {
     "ada/allreduce.py": (SUM, [(None, "allreduce", None)]),
@@ -212,7 +214,7 @@ CLASS = {
     "ada/.ipynb_checkpoints/old.py": (SUM, []),
     "ada/notes.txt": ("", []),
     "bob/bom.py": (f"\ufeff# Bob\nimport mxnet\n\n{NO_COPY}", [(None, "allreduce", "no-broadcast")]),
-    "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "error")]),
+    "bob/broken.py": (f"{SUM}\n  return (", [(None, "allreduce", "syntax-error")]),
     "bob/lab.ipynb": (
         notebook("# Lab", "x = 1", f"%%time\n{SUM}\n!ls", SPLIT),
         [(3, "allreduce", None), (4, "split", None)],
@@ -237,7 +239,7 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
     assert (checked.returncode, checked.stderr) == (1, "")
     with open(tmp_path / "results.csv", encoding="utf-8-sig") as file:
         students = list(csv.DictReader(file))
-    assert [[row[column] for column in ("student", "solved", "allreduce", "split")] for row in students] == [
+    assert [[row[column] for column in ("student", "points", "allreduce", "split")] for row in students] == [
         ["ada", "1", "correct", "unfinished"],
         ["bob", "2", "correct", "correct"],
         ["cy", "2", "correct", "correct"],
@@ -294,6 +296,45 @@ def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):
         (tmp_path / folder / "ada" / "a.py").write_text(SUM)
     found = exercises.find([str(tmp_path / "monday"), str(tmp_path / "friday")])
     assert [answer.student for answer in found] == [str(tmp_path / name / "ada") for name in ("monday", "friday")]
+
+
+@pytest.mark.slow
+def test_copies_of_the_package_and_of_our_solutions_are_no_answers_and_their_students_are_not_lost(tmp_path, capsys):
+    for student in ("ada/gluon_mgpu-main", "bob/code"):  # a checkout, and the package alone
+        target = tmp_path / student / ("gluon_mgpu" if "main" in student else "")
+        shutil.copytree(Path(exercises.__file__).parents[1], target, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "ada/gluon_mgpu-main/tree.py").write_text(f"{exercises.solution('tree')}# my own\n")
+    (tmp_path / "ada/gluon_mgpu-main/tests").mkdir()
+    (tmp_path / "ada/gluon_mgpu-main/tests/test_a.py").write_text("x = 1\n")
+    (tmp_path / "cy_1234_tree.py").write_text(exercises.solution("tree") + "\n")
+    found = exercises.find([str(tmp_path)])
+    assert [(answer.student, answer.name) for answer in found] == [("ada", "tree"), ("cy", ""), ("bob", "")]
+    assert capsys.readouterr().err.count("skipped") == 2
+
+
+def test_files_of_a_learning_platform_belong_to_the_students_in_their_names(tmp_path):
+    names = ("ada_1234_tree.py", "ada_LATE_1235_77_ring.py", "Bob Lee_22_assignsubmission_file_tree.py", "tree_2.py")
+    for name in names:
+        (tmp_path / name).write_text(SUM)
+    students = {Path(answer.path).name: answer.student for answer in exercises.find([str(tmp_path)])}
+    assert [students[name] for name in names] == ["ada", "ada", "Bob Lee", ""]
+
+
+@pytest.mark.slow
+def test_each_student_gets_a_file_with_the_diagnoses_and_points_for_the_exercises_that_count(tmp_path):
+    answers = {"ada/a.py": SUM, "ada/b.py": SPLIT, "bob lee/a.py": NO_COPY, "bob_lee/a.py": SUM}
+    for name, content in answers.items():
+        (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "answers" / name).write_text(content)
+    words = ["grade", "answers", "--only", "allreduce,tree", "--csv", "points.csv", "--feedback", "out"]
+    assert run(*words, folder=tmp_path).returncode == 1
+    with open(tmp_path / "points.csv", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["student"], row["points"]) for row in rows] == [("ada", "1"), ("bob lee", "0"), ("bob_lee", "1")]
+    assert {"allreduce", "tree"} <= rows[0].keys() and "split" not in rows[0]
+    texts = sorted(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert len(texts) == 3 and sum("no-broadcast" in text for text in texts) == 1
+    assert run("grade", "answers", "--only", "trees", folder=tmp_path).returncode == 2
 
 
 @pytest.mark.slow

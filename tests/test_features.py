@@ -27,9 +27,9 @@ from gluon_mgpu import convert, evaluate, highlevel, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training import checkpoint, registry
+from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import VELOCITY, read_arrays
+from gluon_mgpu.training.model import LENET_NAMES, VELOCITY, read_arrays
 from gluon_mgpu.training.models import create_model
 from gluon_mgpu.training.seeds import seed_of_step
 
@@ -324,7 +324,7 @@ def scores(row, runs, folder, images):
     if reference.net:
         reference.set({name: array for name, array in arrays.items() if not name.startswith(VELOCITY)})
         return reference.net(nd.array(images)).asnumpy()
-    return float64.scores([arrays[name] for name in registry.LENET_NAMES], images)
+    return float64.scores([arrays[name] for name in LENET_NAMES], images)
 
 
 def assert_same_training(folder, reference):

@@ -60,6 +60,14 @@ def test_modules_that_are_needed_before_mxnet_do_not_import_it():
     assert output(f"import sys, {modules}; print('mxnet' in sys.modules)") == "False\n"
 
 
+def test_checking_a_pytorch_or_jax_file_does_not_import_training():
+    found, left = set[str](), {"check.pytorch", "check.jax"}
+    while left:
+        found |= left
+        left = {other for name in left for other in IMPORTS[name]} - found
+    assert not [name for name in found if name.split(".")[0] == "training"]
+
+
 def test_there_are_no_import_cycles():
     others = {name: found - {name} for name, found in IMPORTS.items()}
     TopologicalSorter(others).prepare()  # raises CycleError

@@ -13,10 +13,16 @@ PARTS = {"train_images": IMAGES, "train_labels": LABELS, "test_images": IMAGES, 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def run(tmp_path_factory):
+    """The folder of a run."""
     folder = tmp_path_factory.mktemp("run")
     train("scratch", 1, 30, 0.1, dataset="synthetic", limit=60, epochs=1, seed=0, device="cpu", out=folder)
-    return evaluate.load(folder, device="cpu")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    return evaluate.load(run, device="cpu")
 
 
 BAD_IMAGES = {
@@ -101,7 +107,31 @@ def test_images_and_labels_that_do_not_fit_the_network_are_refused(trained):
     refuses("labels", evaluate.report, trained, IMAGES, LABELS + 1)
     refuses("images", evaluate.classify, trained, ["a"], [WIDE[0]])
     refuses("images", evaluate.classify, trained, ["a", "b"], [IMAGES[0]])
-    refuses("shape", evaluate.read_image, "a.png", (28, 28))
+    refuses("images", evaluate.scores, trained, IMAGES.astype(float))  # 0 to 255
+    for shape in ((28, 28), (1, 0, 28), (1, 2.5, 28), "abc", None):
+        refuses("shape", evaluate.read_image, "a.png", shape)
+
+
+def test_a_data_set_that_a_program_has_changed_is_checked_again():
+    settings = {"epochs": 1, "batch_size": 30, "device": "cpu"}
+    empty = DATA._replace(test_images=IMAGES[:0], test_labels=LABELS[:0])
+    for name, wrong in (("test_images", empty), ("train_labels", DATA._replace(train_labels=DATA.train_labels[1:]))):
+        refuses(name, train, "scratch", dataset=wrong, **settings)
+    refuses("train_labels", train, "scratch", dataset=DATA._replace(train_labels=-DATA.train_labels.astype(int)))
+    for wrong in (IMAGES, DATA[1:5], ["mnist"], 5):
+        refuses("dataset", train, "scratch", dataset=wrong, **settings)
+
+
+def test_a_folder_and_devices_that_cannot_be_used_are_refused(run, trained, tmp_path):
+    for folder in (None, 5, b"run", "a\0b", np.zeros(300), tmp_path):
+        refuses(None if folder is tmp_path else "folder", evaluate.load, folder)
+    for gpus in (0, -1, 1.0, "two", True, [True], [0, 0], [], np.zeros(300)):
+        refuses("gpus", evaluate.load, run, None, gpus, "cpu")
+        refuses("gpus", train, "scratch", gpus, dataset="synthetic", limit=60)
+    for device in ("tpu", None, np.zeros(300)):
+        refuses("device", evaluate.load, run, None, 1, device)
+    for data_dir in (5, b"data", str(tmp_path)):
+        refuses("data_dir", evaluate.held_out, trained.run, data_dir)
 
 
 @pytest.mark.parametrize("value", bad(BAD_NUMBERS))

@@ -13,8 +13,8 @@ from mxnet import nd
 
 from gluon_mgpu import sharded
 from gluon_mgpu.data import datasets
-from gluon_mgpu.training import registry
 from gluon_mgpu.training.config import Config
+from gluon_mgpu.training.model import LENET_NAMES
 from gluon_mgpu.training.models import create_model
 
 STEPS, BATCH, LR = 20, 64, 0.01
@@ -50,10 +50,10 @@ def batches():
 def trained(ctx, options):
     """LeNet's parameters after the steps of scratch or highlevel, on the last device."""
     model = create_model(options["impl"], ctx, Config(batch_size=BATCH, lr=LR, **options))
-    model.load(dict(zip(registry.LENET_NAMES, START)))
+    model.load(dict(zip(LENET_NAMES, START)))
     for X, y in batches():
         model.step(X, y, LR)
-    return [model.arrays(len(ctx) - 1)[name] for name in registry.LENET_NAMES]
+    return [model.arrays(len(ctx) - 1)[name] for name in LENET_NAMES]
 
 
 def sharded_trained(ctx, step):

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import textwrap
+from contextlib import nullcontext
 from functools import cache
 from itertools import combinations
 
@@ -149,8 +150,45 @@ def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summ
             processes=(4,),
             divide="none",
             reference=lambda state, batch: program.train_batch(*batch, *state),
+            seconds=300,
         )
         assert report.same == is_same, report.explain()
+
+
+@needs_torch
+@pytest.mark.slow
+def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
+    torch = importlib.import_module("torch")
+    [code] = re.findall(r"```python\n(for i, \(X_part.*?)```", (ROOT / "docs/pytorch.md").read_text(), re.DOTALL)
+    ddp, functional = importlib.import_module("torch.nn.parallel"), importlib.import_module("torch.nn.functional")
+
+    def make(rank, world):
+        torch.manual_seed(1)
+        net = ddp.DistributedDataParallel(torch.nn.Linear(5, 3))
+        return net, torch.optim.SGD(net.parameters(), lr=LR)
+
+    def accumulate(state, batch):
+        (net, trainer), (X, y), dist = state, batch, torch.distributed
+        own = [array.tensor_split(dist.get_world_size())[dist.get_rank()] for array in batch]
+        parts = [*zip(*[array.split(2) for array in own])]
+        exec(code, {"F": functional, "nullcontext": nullcontext, **locals()})
+        trainer.zero_grad()
+
+    def plain(state, batch):
+        net, trainer = state
+        functional.cross_entropy(net(batch[0]), batch[1]).backward()
+        trainer.step()
+        trainer.zero_grad()
+
+    report = check.parallel(
+        make=make,
+        step=accumulate,
+        batch=lambda i, n: (torch.rand(n, 5), torch.randint(3, (n,))),
+        processes=(2,),
+        divide="none",
+        reference=plain,
+    )
+    assert report.same, report.explain()
 
 
 def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():

@@ -16,7 +16,7 @@ from gluon_mgpu.support.errors import UsageError
 
 FUNCTIONS = {
     "torch": "train_batch(X, y, params, lr) and init_params(), or train_batch(X, y, net, trainer) and init_net(lr)",
-    "jax": "train_batch(X, y, device_params, devices, lr) and init_params()",
+    "jax": "train_batch(X, y, device_params, devices, lr), or train_batch(X, y, params, lr), and init_params()",
 }
 
 

@@ -49,10 +49,6 @@ class Command(click.Command):
             if errors.caller.tracebacks:
                 traceback.print_exc()
             _report(error)
-        except SystemExit as ended:
-            if ended.code:
-                raise
-            mpi.fail("the file ended the program with sys.exit() before this command was done", 1)
         finally:
             errors.caller = before
         sys.exit(status)
@@ -67,6 +63,10 @@ class Command(click.Command):
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would print an empty line
             raise click.Abort(*error.args) from error
+        except SystemExit as ended:  # by the user's file; status 0 would say that this command has succeeded
+            if ended.code:
+                raise
+            raise errors.Error("the file ended the program with sys.exit() before this command was done") from None
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -29,7 +29,7 @@ def parse(given: int | str | Sequence[int]) -> list[int]:
     text = str(given)
     try:
         if isinstance(given, (list, tuple)):
-            numbers = [operator.index(number) for number in given]
+            numbers = [] if bool in map(type, given) else [operator.index(number) for number in given]
         elif "," in text:
             numbers = [int(part) for part in text.strip().removesuffix(",").split(",")]
         else:
@@ -52,7 +52,7 @@ def contexts(gpus: int | str | Sequence[int], device: str = "auto") -> list[Cont
     Raises UsageError if a device does not exist, Error if MXNet has no kernels for a GPU or if the CPU contexts could
     hang (`startup.check_contexts`).
     """
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         raise UsageError("device", device, f"must be one of {', '.join(DEVICES)}")
     indices = parse(gpus)
     startup.configure(len(indices))

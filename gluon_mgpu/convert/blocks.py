@@ -17,15 +17,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
-from typing import Any, NamedTuple, Union
+from typing import Any, ClassVar, NamedTuple, Union
 
 import numpy as np
 
 MOST_STEPS, MOST_INPUTS = 400, 4  # of a group
+LEAST_UNITS = 3  # that become a class
+ACTIVATION = re.compile(r"(torch|F)\.\w*(elu|sigmoid|tanh|swish)\(_0_[^_]*\)$|_0_\.clamp\(")
 # Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
-NUMBER = re.compile(r"(?<!\w)\((?:-?\d+(?:, )?)+,?\)|(?<![\w.])-?\d[\d.]*(?:e-?\d+)?")  # or a tuple of numbers
+# A constant, or a tuple of numbers
+NUMBER = re.compile(r"(?<!\w)\((?:-?\d+(?:, )?)+,?\)|(?<![\w.])-?\d[\d.]*(?:e-?\d+)?|\b(?:True|False)\b")
 # Names for the numbers that create a layer
 WORDS = {"nn.Conv": ("inputs", "channels"), "nn.Linear": ("inputs", "units"), "nn.BatchNorm": ("channels",)}
 
@@ -40,16 +43,17 @@ class Layer:
     name: str
     code: str  # creates it
     state: dict[str, np.ndarray]  # by PyTorch's names; a parameter and a buffer have the name ""
-    words: tuple[str, ...] | None = None  # the arguments of a block
+    words: tuple[str, ...] | None = None  # the arguments of a block or a unit
     buffer: bool = False
     frozen: tuple[str, ...] = ()  # its parameters that do not train
     evaluated: bool = False  # it is always in evaluation mode
     shared: list[tuple[str, Parameter]] = field(default_factory=list)  # its parameters that belong to other layers
     alone: bool = True  # it shares no parameters
+    is_unit: bool = False  # a convolution with what follows it
 
     @property
     def is_block(self) -> bool:
-        return self.words is not None
+        return self.words is not None and not self.is_unit
 
 
 class Parameter(NamedTuple):
@@ -73,6 +77,7 @@ class Statement:
     layer: Layer | None = None
     nested: bool = False  # the outputs are (output, state)
     repeated: bool = False  # the layer is a list of blocks; each one's first operand is the result of the one before
+    is_loop: ClassVar[bool] = False
 
     def layers(self) -> list[Layer]:
         others = [operand.layer for operand in self.operands if isinstance(operand, Parameter)]
@@ -91,6 +96,7 @@ class Class:
     inputs: dict[Entry, str]
     steps: list[Statement]
     results: list[Operand]
+    defaults: dict[str, str] = field(default_factory=dict)  # of its arguments
 
     def uses(self) -> dict[Operand, list[int]]:
         """For each value, the steps that use it, in order. Results are used after the last step."""
@@ -104,7 +110,7 @@ class Class:
 def find(network: Class, taken: set[str]) -> list[Class]:
     """Move blocks of a network into classes, which are returned. taken: names that the classes cannot have."""
     _move_independent(network)
-    classes = list[Class]()
+    classes = [*_units(network, taken)]
     while spans := _best(network):
         classes.append(_outline(network, _extended(network, spans), taken))
     _connect(network)
@@ -134,6 +140,50 @@ def _move_independent(network: Class) -> None:
         (first if independent else rest).append(step)
         known.update(step.outputs if independent else ())
     network.steps = first + rest
+
+
+def _units(network: Class, taken: set[str]) -> Iterator[Class]:
+    """Move convolutions with their normalization, and then with their activation, into classes."""
+    for kind, length in (("ConvNormAct", 3), ("ConvNorm", 2)):
+        uses, calls = network.uses(), Counter(layer for step in network.steps for layer in step.layers())
+        groups: dict[Any, list[Span]] = {}
+        for start in range(len(network.steps) - length + 1):
+            span = start, start + length
+            if _is_unit(network.steps[slice(*span)], uses, start) and (form := _form(network, span, calls, length)):
+                groups.setdefault(form, []).append(span)
+        for spans in sorted((spans for spans in groups.values() if len(spans) >= LEAST_UNITS), key=len, reverse=True):
+            name = (
+                f"{kind}{count}"
+                if (count := sum(bool(re.fullmatch(rf"{kind}\d*", other)) for other in taken) + 1) > 1
+                else kind
+            )
+            bodies = [network.steps[slice(*span)] for span in spans]
+            inputs: dict[Entry, str] = dict.fromkeys(_inputs(bodies[0]), "x")
+            paths = [layers_of(body)[0].name for body in bodies]
+            code, layers = define(
+                identifier(name, taken), bodies, inputs, [*bodies[0][-1].outputs], paths, ["conv", "norm"]
+            )
+            for (start, end), body, layer in zip(spans, bodies, layers):
+                layer.is_unit = True
+                # The other steps keep their places until all groups are replaced
+                call = Statement(layer.name, "self.layer(_0_)", [*_inputs(body)], body[-1].outputs, layer)
+                network.steps[start:end] = [call, *[Statement("", "", [], [])] * (length - 1)]
+            yield code
+        network.steps = [step for step in network.steps if step.code or step.is_loop]
+
+
+def _is_unit(steps: list[Statement], uses: dict[Operand, list[int]], start: int) -> bool:
+    """Whether steps are a convolution, its normalization, and an activation if there are three."""
+    first, second, *third = steps
+    chained = all(
+        len(after.operands) == 1 and after.operands == before.outputs and uses[before.outputs[0]] == [at]
+        for at, (before, after) in enumerate(zip(steps, steps[1:]), start + 1)
+    )
+    plain = "self.layer(_0_)"
+    if not chained or not first.layer or not second.layer or not first.code == second.code == plain:
+        return False
+    layers = re.match(r"nn\.Conv", first.layer.code) and re.match(r"nn\.(Batch|Instance|Group)Norm", second.layer.code)
+    return bool(layers) and (not third or bool(third[0].layer is None and ACTIVATION.match(third[0].code)))
 
 
 def _best(network: Class) -> list[Span]:
@@ -186,15 +236,17 @@ def _inputs(steps: list[Statement]) -> list[Entry]:
     return list(dict.fromkeys(entry for step in steps for entry in step.entries() if entry not in inside))
 
 
-def _form(network: Class, span: Span, calls: Counter[Layer]) -> tuple[Any, ...] | None:
+def _form(network: Class, span: Span, calls: Counter[Layer], least: int = 3) -> tuple[Any, ...] | None:
     """What the spans of a group have in common. None if this span cannot be a block.
 
-    calls: how often the network uses each layer.
+    calls: how often the network uses each layer. least: steps of a block.
     """
     steps = network.steps[slice(*span)]
     inputs, layers = _inputs(steps), layers_of(steps)
     inside = Counter(layer for step in steps for layer in step.layers())
-    if len(layers) < 2 or len(steps) < 3 or not 0 < len(inputs) <= MOST_INPUTS:
+    if any(step.is_loop for step in steps):
+        return None
+    if len(layers) < 2 or len(steps) < least or not 0 < len(inputs) <= MOST_INPUTS:
         return None
     if all(layer.is_block for layer in layers) or any(not x.alone or inside[x] < calls[x] for x in layers):
         return None
@@ -218,7 +270,11 @@ def _extended(network: Class, spans: list[Span]) -> list[Span]:
         if longer[0] < 0 or longer[1] > len(network.steps):
             return False
         step, steps = network.steps[longer[0] if longer[0] < span[0] else span[1]], network.steps[slice(*span)]
-        if step.layer and (step.layer.is_block or _path(layers_of([*steps, step])) != _path(layers_of(steps))):
+        if (
+            step.is_loop
+            or step.layer
+            and (step.layer.is_block or _path(layers_of([*steps, step])) != _path(layers_of(steps)))
+        ):
             return False
         alike = len(_inputs(network.steps[slice(*longer)])) == len(_inputs(steps))
         return alike and _end(network, uses, *longer) == longer[1]
@@ -250,25 +306,51 @@ def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
     kind = only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block"
     count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
     kind = identifier(f"{kind}{count + 1}" if count else kind, taken)
-    names, (words, codes, values) = _local_names(groups, paths), _arguments(groups)
+    starts = [network.steps[slice(*span)] for span in spans]
+    uses, old = network.uses(), starts[0]
+    inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(_inputs(old))}
+    results = [
+        [entry for step in steps for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
+        for steps, (_, end) in zip(starts, spans)
+    ]
+    block, layers = define(kind, starts, inputs, [*results[0]])
+    code = f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
+    for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
+        network.steps[start:end] = [Statement(layer.name or "block", code, [*_inputs(steps)], outputs, layer)]
+    return block
+
+
+def define(
+    kind: str,
+    bodies: list[list[Statement]],
+    inputs: dict[Entry, str],
+    results: list[Operand],
+    paths: list[str] | None = None,
+    names: list[str] | None = None,
+) -> tuple[Class, list[Layer]]:
+    """A class for equal steps, and its instance for each of the bodies.
+
+    inputs, results: of the first body. paths: the names of the instances. names: of the layers in the class.
+    """
+    groups = [layers_of(body) for body in bodies]
+    paths = paths or [_path(layers) for layers in groups]
+    names, (words, codes, values) = names or _local_names(groups, paths), _arguments(groups)
     moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
-    steps, calls, uses = list[Statement](), list[Statement](), network.uses()
-    for step in network.steps[slice(*spans[0])]:
+    steps, instances = list[Statement](), list[Layer]()
+    for step in bodies[0]:
         operands = [Parameter(moved[x.layer], x.name) if isinstance(x, Parameter) else x for x in step.operands]
         layer = step.layer and moved[step.layer]
         name = layer.name if layer else step.name.removeprefix(f"{paths[0]}_")
         steps.append(replace(step, name=name, operands=operands, layer=layer))
-    for (start, end), path, layers, numbers in zip(spans, paths, groups, values):
-        old = network.steps[start:end]
+    for path, layers, numbers in zip(paths, groups, values):
         state = {join(name, key): array for layer, name in zip(layers, names) for key, array in layer.state.items()}
-        [result] = [entry for step in old for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
-        code = f"self.layer({', '.join(f'_{k}_' for k in range(len(_inputs(old))))})"
-        layer = Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words)
-        calls.append(Statement(path or "block", code, [*_inputs(old)], [result], layer))
-    for (start, end), call in reversed([*zip(spans, calls)]):
-        network.steps[start:end] = [call]
-    inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(calls[0].entries())}
-    return Class(kind, words, inputs, steps, [*calls[0].outputs])
+        instances.append(Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words))
+    defaults = dict[str, str]()
+    for word, column in [*zip(words, zip(*values))][2:]:
+        value, count = Counter(column).most_common(1)[0]
+        if 2 * count > len(column):
+            defaults[word] = repr(value)
+    return Class(kind, words, inputs, steps, results, defaults), instances
 
 
 def join(name: str, key: str) -> str:
@@ -324,10 +406,10 @@ def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | 
 
 def _connect(network: Class) -> None:
     """Make one layer of blocks that follow each other."""
-    paths = Counter(step.layer.name for step in network.steps if step.layer and step.layer.is_block)
+    paths = Counter(step.layer.name for step in network.steps if step.layer and _calls_block(step))
     uses, runs = network.uses(), list[tuple[str, list[Statement]]]()
     for at, step in enumerate(network.steps):
-        name = _container(step.layer.name, paths) if step.layer and step.layer.is_block else ""
+        name = _container(step.layer.name, paths) if step.layer and _calls_block(step) else ""
         if name and runs and runs[-1][0] == name:
             before = runs[-1][1][-1]
             follows = step.operands[0] == before.outputs[0] and {*uses[before.outputs[0]]} == {at}
@@ -339,6 +421,10 @@ def _connect(network: Class) -> None:
     unnamed = [step.layer for step in network.steps if step.layer and step.layer.name in ("", "blocks")]
     for k, layer in enumerate(unnamed):
         layer.name = f"block{k}"
+
+
+def _calls_block(step: Statement) -> bool:
+    return bool(step.layer and step.layer.is_block and not step.is_loop)
 
 
 def _container(path: str, paths: Counter[str]) -> str:

@@ -25,7 +25,7 @@ LOWEST = float(np.finfo(np.float32).min)
 HARMLESS = """cast_narrow copy ctx cudnn_off cudnn_tune grad_scale height indices indices_or_sections input_dim
     is_int k keep_highest key lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range
     ndev newshape no_bias normalization num_args num_filter num_hidden num_outputs optimize order
-    output_dim reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
+    output_dim p_value reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
     sparse_grad state_outputs stype target_shape upper_bound use_length use_sequence_length valid_thresh
     width workspace""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
@@ -849,14 +849,14 @@ RULES: dict[str, Rule] = {
     **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
     **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
     **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
-    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)", "rot90": "torch.rot90({0}, {k}, {axes})"},
+    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)"},
     **{
         "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
         "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
     },
     **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "nan_to_num": "{0}.nan_to_num({nan}, {posinf}, {neginf})"},
     **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
-    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})", "copysign": "torch.copysign({0}, {1})"},
+    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})"},
     **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
     **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
     "linalg_syrk": syrk,

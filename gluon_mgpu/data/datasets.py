@@ -100,6 +100,13 @@ class Dataset(NamedTuple):
         _, channels, height, width = self.train_images.shape
         return channels, height, width
 
+    def checked(self) -> Dataset:
+        """This data set with its arrays as `own` returns them, because a program may have made or changed it itself.
+
+        Exceptions: see `own`.
+        """
+        return Dataset(self.name, *own_data.checked(*self[1:5]), self.source)
+
     def first(self, limit: int | None) -> Dataset:
         """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.
 
@@ -277,8 +284,10 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
 
     Each class has a smooth random picture. The examples of a class are copies of its picture: shifted by up to 2
     pixels, brighter or darker, and with noise. Brightness and contrast match Fashion-MNIST, so LeNet can train on both
-    data sets with the same learning rate.
+    data sets with the same learning rate. Raises UsageError for a number that is not whole, or below 0.
     """
+    for name, value in (("train_size", train_size), ("test_size", test_size), ("seed", seed)):
+        _check_whole(name, value, 0)
     rng = np.random.default_rng(seed)
     waves = np.cos(np.pi * np.outer(np.arange(5), np.arange(32) + 0.5) / 32)
     strengths = rng.standard_normal((10, 5, 5))

@@ -1,9 +1,7 @@
-"""Exercises that are graded automatically. `solutions` has the tasks and our answers; `steps`, `sums` and `processes`
-contain the hidden cases: one function per exercise, named after it, which raises the first Mistake.
-
-An answer, a Python file or a notebook's cell, begins with the exercise's docstring, which names the exercise. The cases
-call the answer's function that has the same name as the solution's last function. They recognize known mistakes by what
-the function computes, not by reading the code.
+"""Exercises that are graded automatically. `solutions` has the tasks and our answers, known.txt the known mistakes as
+edits of them, and mistakes.ini their explanations. `steps`, `sums` and `processes` have the hidden cases: one function
+per exercise, named after it. `diagnosis` compares an answer with our solution and the known mistakes on each case. An
+answer begins with the exercise's docstring; the cases call its function that is named as the solution's last function.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import json
 import os
 import re
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +33,7 @@ ON_PAGE = {
     "rings": ("tree", "ring", "reduce_scatter", "buckets"),
     "zero": ("zero1",),
     "partition": ("block",),
+    "hybrid": ("hybrid",),
 }
 PAGES = {name: page for page, names in ON_PAGE.items() for name in names}
 NAMES = tuple(PAGES)
@@ -53,6 +52,30 @@ class Mistake(Exception):
 def solution(name: str) -> str:
     """The code of our solution."""
     return (Path(__file__).parent / "solutions" / f"{name}.py").read_text()
+
+
+def known(name: str) -> list[tuple[str, str]]:
+    """The known mistakes: pairs of a name in mistakes.ini and an answer's code. Each is an edit of our solution and, if
+    it fits, of each correct answer in known.txt."""
+    text = (Path(__file__).parent / "known.txt").read_text()
+    found = re.findall(rf"^## {name}: (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    bases = [solution(name), *[edited(solution(name), code) for mistake, code in found if mistake == "correct"]]
+    answers = [(mistake, edited(base, code)) for base in bases for mistake, code in found if mistake != "correct"]
+    return [(mistake, code) for mistake, code in answers if code]
+
+
+def edited(code: str, change: str) -> str:
+    """Apply a change to an answer: pairs of lines "< OLD" and "> NEW", or code that replaces its function. Returns ""
+    if a line to replace does not occur."""
+    edits = re.findall(r"((?:^< .*\n)+)((?:^>.*\n)+)", change, re.MULTILINE)
+    if not edits:
+        return f"{code}\n{change}"
+    for old, new in edits:
+        old, new = (re.sub(r"^[<>] ?", "", lines, flags=re.MULTILINE)[:-1] for lines in (old, new))
+        if old not in code:
+            return ""
+        code = code.replace(old, new, 1)
+    return code
 
 
 def title(name: str) -> str:
@@ -144,42 +167,71 @@ def _how_to_begin() -> str:
 
 
 def find(paths: Sequence[str]) -> list[Answer]:
-    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. If some subfolders
-    contain answers, each of the others has one with a problem, so that no student is missing. Links to folders: see
-    `_links`. Raises UsageError if a path does not exist, or if a folder contains no such file."""
+    """The answers in files, and in all Python files and notebooks in folders, with their subfolders. In folders, copies
+    of this package are skipped, with a notice, and copies of our solutions have a problem. If some subfolders contain
+    answers, each of the others has one with a problem, so that no student is missing. Links to folders: see `_links`.
+    Raises UsageError if a path does not exist, or if a folder contains no such file."""
+    found: dict[str, list[Answer]] = {}  # {file: its answers}
     empty: list[Answer] = []
-    students: dict[str, str] = {}  # {file: its student}
     several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
     for path in paths:
         if not Path(path).exists():
             raise UsageError(None, path, "does not exist")
         if not Path(path).is_dir():
-            students.setdefault(path, "")
+            found.setdefault(path, answers(path))
             continue
-        links = _links(path)
-        inside = []
-        for start in (path, *links):
-            for parent, subfolders, names in os.walk(start):
-                inside += [Path(parent, name) for name in names if name.endswith(SUFFIXES)]
-                for link in (os.path.join(parent, name) for name in subfolders):
-                    if os.path.islink(link) and link not in links:
-                        log.say(f"{link}: a link to a folder, which is not followed")
-        inside.sort()
         prefix = os.path.join(path, "") if several else ""
-        within = {file: file.relative_to(path).parts for file in inside}
-        within = {file: parts for file, parts in within.items() if not any(part.startswith(".") for part in parts)}
-        if not within:
+        links = _links(path)
+        inside = sorted(pair for start in (path, *links) for pair in _files(start, links))
+        if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
-        for file, parts in within.items():
-            students.setdefault(str(file), prefix + parts[0] if len(parts) > 1 else "")
-        with_files = {parts[0] for parts in within.values() if len(parts) > 1}
+        for file, in_checkout in inside:
+            kept = [_own(answer) for answer in answers(str(file)) if answer.name or not in_checkout]
+            if kept:
+                student = _student(file.relative_to(path))
+                found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
+        with_files = {file.relative_to(path).parts[0] for file, _ in inside if file.parent != Path(path)}
+        students = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
         for folder in sorted(Path(path).iterdir()) if with_files else []:
             followed = not folder.is_symlink() or str(folder) in links
-            if folder.is_dir() and followed and folder.name[0] not in "._" and folder.name not in with_files:
-                problem = f"contains no {' or '.join(SUFFIXES)} file"
+            if folder.is_dir() and followed and folder.name[0] not in "._" and folder.name not in students:
+                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
                 empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
-    found = [answer._replace(student=student) for path, student in students.items() for answer in answers(path)]
-    return found + empty
+    return [answer for of_file in found.values() for answer in of_file] + empty
+
+
+def _own(answer: Answer) -> Answer:
+    """The answer, or one with a problem if it is a copy of our solution."""
+    if answer.name and answer.code.strip() == solution(answer.name).strip():
+        return answer._replace(name="", code="", problem=f"is our solution of {answer.name}; not graded")
+    return answer
+
+
+def _student(file: Path) -> str:
+    """The student of a file in a folder: its subfolder, or what a learning platform puts before the file's name: in
+    ada_1234_tree.py, the part before the number."""
+    flat = re.match(r"(.+?)_(?:LATE_)?\d{2,}_", file.name)
+    return file.parts[0] if len(file.parts) > 1 else flat[1] if flat else ""
+
+
+def _files(path: str, links: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """The Python files and notebooks in a folder, each with whether it is in a checkout of this project. Leaves out
+    hidden folders, virtual environments and copies of the package."""
+    checkouts: set[str] = set()  # and their subfolders
+    for parent, subfolders, names in os.walk(path):
+        if "pyvenv.cfg" in names or Path(parent, "exercises", "mistakes.ini").exists():
+            log.say(f"{parent}: skipped; it is {'an environment' if 'pyvenv.cfg' in names else 'a copy of gluon_mgpu'}")
+            subfolders.clear()
+            continue
+        if os.path.dirname(parent) in checkouts or Path(parent, "gluon_mgpu", "exercises").is_dir():
+            checkouts.add(parent)
+        for link in (os.path.join(parent, name) for name in subfolders):
+            if os.path.islink(link) and link not in links:
+                log.say(f"{link}: a link to a folder, which is not followed")
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            if name.endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(parent, name), parent in checkouts
 
 
 def _links(path: str) -> list[str]:

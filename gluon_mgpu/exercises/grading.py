@@ -49,8 +49,6 @@ HINTS = {  # {part of an error message: what to do}
     "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
     "Assigning to NDArrays that are already in a": "only the forward pass belongs inside `with autograd.record():`",
     "The any container is empty": "copy shards to the devices before `with autograd.record():`, not inside",
-    "MemoryError": "an answer may use 4 GB of memory",
-    "to allocate": "an answer may use 4 GB of memory",
     "do not match total elements": "arrays of different sizes were stacked; nd.concat joins arrays of any length",
     "could not be broadcast": "the shapes differ; an allreduce, for example, adds arrays of one shape, one per device",
     "Shape inconsistent": "the shapes of the arrays do not fit each other; print them",
@@ -59,7 +57,6 @@ HINTS = {  # {part of an error message: what to do}
     "inferring shapes failed": "perhaps an array has no elements",
     "has no setter": "write into it, for example p.grad[:] = 0",
     "can't set attribute": "write into it, for example p.grad[:] = 0",  # Python 3.9 and 3.10
-    "NameError": "define or import it in this answer; a cell of a notebook is graded without the others",
     "list index out of range": "with k elements, the last index is k - 1",
     "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
 }
@@ -69,9 +66,8 @@ def run_cases(name: str, code: str, path: str) -> None:
     """Run the hidden cases on a learner's code. Raises the first Mistake."""
     import mxnet as mx
 
-    from gluon_mgpu.exercises import processes, steps, sums
+    from gluon_mgpu.exercises import diagnosis
 
-    hidden = next(getattr(module, name) for module in (steps, sums, processes) if hasattr(module, name))
     module, wanted = ModuleType(name), exercises.answer_of(name).name
     call, returned = "", None
     module.__file__ = os.path.abspath(path)
@@ -92,7 +88,7 @@ def run_cases(name: str, code: str, path: str) -> None:
         exec(program, module.__dict__)  # nosec B102  # the user's own file
         if not callable(getattr(module, wanted, None)):
             raise Mistake("missing", f"the file does not define the function {wanted}")
-        hidden(answer)
+        diagnosis.diagnose(name, answer, _message)
         mx.nd.waitall()  # raises errors from operators whose results no case has read
     except Mistake:
         raise
@@ -106,14 +102,23 @@ def run_cases(name: str, code: str, path: str) -> None:
             ended = isinstance(error, (SystemExit, KeyboardInterrupt))
             where = f"line {lines[-1]}{call and f', in the call {call}'}"
             case = f"{where}:\n{_message(error)}{_hint(error)}"
-            raise Mistake("ended-early" if ended else "error", case) from None
+            raise Mistake("ended-early" if ended else _kind(error), case) from None
         if type(error).__name__ == "MXNetError":
             raise Mistake("failed-operator", f"{_message(error)}{_hint(error)}") from None
-        if not call:
-            raise Mistake("error", _message(error)) from None
+        if not call or _kind(error) == "memory-limit":
+            raise Mistake(_kind(error), _message(error)) from None
         value = textwrap.shorten(repr(returned), WIDTH)
         unusable = f"{wanted} returned {value}, which cannot be used ({_message(error)})"
         raise Mistake("wrong-type", unusable) from None
+
+
+def _kind(error: BaseException) -> str:
+    """The name of an answer's error in mistakes.ini."""
+    if isinstance(error, MemoryError) or "to allocate" in str(error):
+        return "memory-limit"
+    return (
+        "syntax-error" if isinstance(error, SyntaxError) else "name-error" if isinstance(error, NameError) else "error"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -209,7 +214,7 @@ def _without_escapes(line: str) -> str:
 
 def main(path: str, cell: str, key: str) -> None:
     """Run the hidden cases, and print the result after the key."""
-    from gluon_mgpu.exercises import steps  # noqa: F401  # if MXNet cannot be imported, this fails before any result
+    from gluon_mgpu.exercises import diagnosis  # noqa: F401  # if MXNet cannot be imported, this fails before any result
 
     output = os.fdopen(os.dup(1), "w")  # the answer may close or replace sys.stdout
 

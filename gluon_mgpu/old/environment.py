@@ -134,12 +134,24 @@ def _make(
                 raise Error(f"cannot install packages: {_reason(finished.out, finished.err)}")
             if base and (_site_packages(path) / "mxnet").exists():
                 raise Error("cannot install packages: they contain another MXNet, and the environment has MXNet 1.9.1")
+            if base:
+                _copy_commands(base, path)
             content = "\n".join([str(path), *requirements]).encode()
             files.write_whole(path / packages.COMPLETE, lambda file: file.write(content))
         finally:
             if not (path / packages.COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)
     log.say(f"made in {time.monotonic() - start:.0f} s ({_megabytes(path)} MB)")
+
+
+def _copy_commands(base: Path, path: Path) -> None:
+    """Give an environment the commands of the one that it extends, such as pip, for its own Python."""
+    before, after = (str(_python(environment)).encode() for environment in (base, path))
+    for script in (base / "bin").iterdir():
+        copy = path / "bin" / script.name
+        if script.is_file() and not script.is_symlink() and not copy.exists() and before in script.read_bytes():
+            copy.write_bytes(script.read_bytes().replace(before, after))
+            copy.chmod(0o755)
 
 
 def _reason(out: str, err: str) -> str:

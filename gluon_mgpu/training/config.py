@@ -225,7 +225,8 @@ class Config:
                 try:
                     value = _convert(SETTINGS[name].type, value)
                 except click.BadParameter as error:
-                    raise UsageError(name, value, error.message.rstrip(".")) from None
+                    advice = error.message.rstrip(".") if "\n" not in error.message else "has the wrong type"
+                    raise UsageError(name, value, advice) from None
                 except (AttributeError, OverflowError, TypeError, ValueError):
                     raise UsageError(name, value, "has the wrong type") from None
             parsed[name] = None if value == () and default is None else value
@@ -317,9 +318,10 @@ class Config:
 
 def _convert(kind: click.ParamType, value: Any) -> Any:
     """Convert a text, as click does, or a value from Python, where click would make 1 of True and 64 of 64.5."""
+    value = bool(value) if isinstance(value, np.bool_) else value
     is_integer, is_number = isinstance(kind, click.IntRange), isinstance(kind, (click.IntRange, click.FloatRange))
     is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-    if (is_number and isinstance(value, (bool, np.bool_))) or (is_integer and is_fraction):
+    if (is_number and isinstance(value, bool)) or (is_integer and is_fraction):
         raise click.BadParameter(f"{value!r} is not a valid {'integer' if is_integer else 'number'}")
     return kind.convert(value, None, None)
 

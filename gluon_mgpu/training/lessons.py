@@ -73,19 +73,15 @@ def name_of(lesson: ModuleType) -> str:
 
 class Lesson(NamedTuple):
     """What there is to know about a lesson. name: as in --impl. family: the package's lesson that it is, or is a copy
-    of. is_own: whether it is the user's own. missing: the settings without a meaning in it."""
+    of. is_own: whether it is the user's own. recorded: the name that a run records, with the whole path of a file.
+    missing: the settings without a meaning in it."""
 
     module: ModuleType
     name: str
     family: str
     is_own: bool
+    recorded: str
     missing: frozenset[str]
-
-    @property
-    def recorded(self) -> str:
-        """The name that a run records: of a file, the path from the root."""
-        is_file = self.is_own and self.name.endswith(".py")
-        return str(getattr(self.module, "__file__", None) or self.name) if is_file else self.name
 
     def check_settings(self, config: Config) -> None:
         """Raise UsageError if a setting has no meaning in this lesson, and is not the default."""
@@ -101,11 +97,12 @@ class Lesson(NamedTuple):
         """
         for name in sorted(self.missing.intersection(given)):
             raise self._refused(name, getattr(config, name))
-        config = config.with_defaults([name for name in self.missing if SETTINGS[name].changeable])
-        for name in config.changed(sorted(self.missing)):
-            used, others = setting(name, getattr(config, name)), " and ".join(SETTINGS[name].lessons)
-            raise UsageError("impl", self.name, f"the run used {used}, which only {others} can continue")
-        return config
+        others = config.changed(sorted(self.missing))
+        for name in others:
+            if not SETTINGS[name].changeable:
+                used, has = setting(name, getattr(config, name)), " and ".join(SETTINGS[name].lessons)
+                raise UsageError("impl", self.name, f"the run used {used}, which only {has} can continue")
+        return config.with_defaults(others) if others else config
 
     def _refused(self, name: str, value: object) -> UsageError:
         others = " and ".join(SETTINGS[name].lessons)
@@ -120,4 +117,5 @@ def describe(module: ModuleType) -> Lesson:
         advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
         raise UsageError("impl", name, advice)
     missing = frozenset(setting for setting, declared in SETTINGS.items() if family not in declared.lessons)
-    return Lesson(module, name, family, name not in LESSONS, missing)
+    recorded = str(getattr(module, "__file__", None) or name) if name.endswith(".py") else name
+    return Lesson(module, name, family, name not in LESSONS, recorded, missing)

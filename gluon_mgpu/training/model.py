@@ -15,8 +15,8 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import name_of
-from gluon_mgpu.training.registry import LENET_NAMES
 
+LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name
 
 
@@ -90,15 +90,9 @@ class Model(ABC):
     def update(self, lr: float, batch_size: int) -> None:
         """Update each replica with its gradients, which are sums over batch_size examples."""
 
+    @abstractmethod
     def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return self.arrays_from("split_and_load", data, self.ctx)
-
-    def arrays_from(self, function: str, *args: Any) -> list[NDArray]:
-        """Call a function of the lesson. Raises UsageError if it returns anything but a list of NDArrays."""
-        arrays = getattr(self.lesson, function)(*args)
-        if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
-            raise self.wrong(function, arrays, "a list of NDArrays")
-        return arrays  # type: ignore[return-value]
+        """Split a batch into one shard per device."""
 
     def wrong(self, function: str, returned: object, right: str) -> UsageError:
         """The error for a function of the lesson that returns something wrong."""

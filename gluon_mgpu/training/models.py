@@ -23,11 +23,11 @@ from gluon_mgpu.support.errors import UsageError, reason
 from gluon_mgpu.training import lessons, registry, tuning
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import Lesson, name_of
-from gluon_mgpu.training.model import VELOCITY, Model
-from gluon_mgpu.training.registry import array_names
+from gluon_mgpu.training.model import LENET_NAMES, VELOCITY, Model
 from gluon_mgpu.training.step import average_running_stats
 from gluon_mgpu.training.workers import Group
 
+LENET_DIMENSIONS = [4, 1, 4, 1, 2, 1, 2, 1]  # of LeNet's arrays
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of batch normalization's statistics
 
 
@@ -36,12 +36,12 @@ class ArrayModel(Model):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        params = self.arrays_from("init_params")
-        self.device_params = [self.arrays_from("get_params", params, c) for c in self.ctx]
-        self.names = array_names([param.ndim for param in params])
+        params = _arrays_from(self, "init_params")
+        self.device_params = [_arrays_from(self, "get_params", params, c) for c in self.ctx]
+        self.names = _array_names([param.ndim for param in params])
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        return self.arrays_from("train_batch", X, y, self.device_params, self.ctx, lr)
+        return _arrays_from(self, "train_batch", X, y, self.device_params, self.ctx, lr)
 
     def predict(self, X: NDArray) -> NDArray:
         scores = self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
@@ -52,8 +52,11 @@ class ArrayModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return dict(zip(self.names, self.device_params[device]))
 
+    def split_and_load(self, data: NDArray) -> list[NDArray]:
+        return _arrays_from(self, "split_and_load", data, self.ctx)
+
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.arrays_from("forward_backward", self.device_params, Xs, ys)
+        return _arrays_from(self, "forward_backward", self.device_params, Xs, ys)
 
     def allreduce(self) -> None:
         for i in range(len(self.names)):
@@ -139,7 +142,7 @@ class GluonModel(Model):
         if network is None:
             if any(name.endswith(RUNNING_STATS) for name in names):
                 return names
-            return array_names([len(p.shape) for p in params.values()])
+            return _array_names([len(p.shape) for p in params.values()])
         if network.names and len(network.names) != len(names):
             advice = f"registered with {len(network.names)} names, but the network has {len(names)} arrays"
             raise UsageError("model", self.config.model, advice)
@@ -147,7 +150,7 @@ class GluonModel(Model):
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = self.arrays_from("train_batch", X, y, self.net, self.ctx, self.trainer)
+        losses = _arrays_from(self, "train_batch", X, y, self.net, self.ctx, self.trainer)
         average_running_stats(self, losses, X.shape[0], Group())
         return losses
 
@@ -157,8 +160,11 @@ class GluonModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return self._arrays[device]
 
+    def split_and_load(self, data: NDArray) -> list[NDArray]:
+        return _arrays_from(self, "split_and_load", data, self.ctx)
+
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return self.arrays_from("forward_backward", self.net, Xs, ys)
+        return _arrays_from(self, "forward_backward", self.net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -220,6 +226,20 @@ def unfit(config: Config, why: str) -> UsageError:
     name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
     hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
     return UsageError(name, value, f"the network {why}{hint}")
+
+
+def _arrays_from(model: Model, function: str, *args: Any) -> list[NDArray]:
+    """Call a function of a model's lesson. Raises UsageError if it returns anything but a list of NDArrays."""
+    arrays = getattr(model.lesson, function)(*args)
+    if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
+        raise model.wrong(function, arrays, "a list of NDArrays")
+    return arrays  # type: ignore[return-value]
+
+
+def _array_names(dimensions: list[int]) -> Sequence[str]:
+    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers. dimensions: of each
+    array. The arrays of networks like LeNet have the same names in all lessons."""
+    return LENET_NAMES if dimensions == LENET_DIMENSIONS else [f"p{i}" for i in range(len(dimensions))]
 
 
 def _export(prefix: str, lenet: Any, arrays: dict[str, NDArray], image_shape: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ CONTRIBUTING.md explains how to add a network to the command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mxnet as mx
@@ -14,9 +14,7 @@ from mxnet import gluon
 
 from gluon_mgpu import networks
 from gluon_mgpu.support.errors import UsageError
-
-LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
-LENET_DIMENSIONS = [4, 1, 4, 1, 2, 1, 2, 1]  # their numbers of dimensions
+from gluon_mgpu.training.model import LENET_NAMES
 
 
 class Registered(NamedTuple):
@@ -49,12 +47,6 @@ def get(name: str) -> Registered | None:
         known = ", ".join(["lenet", *NETWORKS])
         raise UsageError("model", name, f"must be one of {known}, or registered: see registry.register")
     return NETWORKS.get(name)
-
-
-def array_names(dimensions: list[int]) -> Sequence[str]:
-    """The checkpoint names of the arrays in a lesson's own network, in the order of the layers. dimensions: of each
-    array. The arrays of networks like LeNet have the same names in all lessons."""
-    return LENET_NAMES if dimensions == LENET_DIMENSIONS else [f"p{i}" for i in range(len(dimensions))]
 
 
 register("lenet-max", networks.lenet_max, mx.init.Uniform(0.07), LENET_NAMES)

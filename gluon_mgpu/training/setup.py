@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import platform
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
 import mxnet
 import numpy as np
@@ -40,29 +42,30 @@ def set_up(
     UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or another
     worker has other data.
     """
-    config = dataclasses.replace(config, impl=lesson.recorded)
-    if draws_seed := config.seed is None:
-        config = dataclasses.replace(config, seed=group.broadcast(secrets.randbelow(2**31)))
-    assert config.seed is not None
+    draws_seed = config.seed is None
+    seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
+    config = dataclasses.replace(config, impl=lesson.recorded, seed=seed)
     if data is None:
-        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+        data = datasets.load(config.dataset, config.data_dir, config.limit, seed)
     else:
         data = data.first(config.limit)
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
     if recorded:
         recorded.check_data(data, "data_dir", config.data_dir)
     details = _details(ctx, data, group)
-    group.agree({"data with digest": details["data_digest"]}, "start all workers with the same data")
-    warning = _compare_with_one_device(lesson, ctx, config, data)
-    seed_generators(config.seed)
-    model = model_of(lesson, ctx, config, data.image_shape, data.classes, exactly=data.name != "own")
+    if group.size > 1:
+        group.agree({"data with digest": details["data_digest"]}, "start all workers with the same data")
+    shape, classes = details["image_shape"], details["classes"]
+    warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
+    seed_generators(seed)
+    model = model_of(lesson, ctx, config, shape, classes, exactly=data.name != "own")
     state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
     if recorded:
         _restore(model, state, recorded, config, lesson)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
     if draws_seed:
-        log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
+        log.say(f"drew a seed; pass {setting('seed', seed)} to repeat this run")
     details["running_stats"] = bool(model.running_stats)
     run = Run(config, details, recorded.position if recorded else Position(), {})
     if recorded:
@@ -76,7 +79,7 @@ def set_up(
     return Setup(run, data, model, step, state, unsaved, warning)
 
 
-def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, object]:
+def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
     """What a run records besides its settings."""
     return {
         "workers": group.size,
@@ -94,11 +97,13 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, objec
     }
 
 
-def _compare_with_one_device(lesson: Lesson, ctx: list[Context], config: Config, data: Dataset) -> str:
+def _compare_with_one_device(
+    lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int
+) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if len(ctx) == 1 or not lesson.is_own:
         return ""
-    report = compare_lesson(lesson.module, ctx, config, data.image_shape, data.classes, own_trainer=False)
+    report = compare_lesson(lesson.module, ctx, config, image_shape, classes, own_trainer=False)
     if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
         log.say(f"{lesson.name} {report.line}{without}")

@@ -19,9 +19,8 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.model import LENET_NAMES, read_arrays
 from gluon_mgpu.training.models import Model, create_model
-from gluon_mgpu.training.registry import LENET_NAMES
 from parity import Finding, notebook
 from parity.recipes import RECIPES
 

@@ -33,7 +33,18 @@ SUM = """    for i in range(1, len(data)):
 """
 STEP = "    trainer.step(X.shape[0])"
 
+SHARDS = "    return shards\n"
+TRAINER = "update_on_kvstore=False"
+
 # What replaces or follows them
+REVERSED = """    if data.ndim == 1:
+        shards = [shards[0][::-1], *shards[1:]]
+"""
+SUM_BY_HAND = """    for p in net.collect_params().values():
+        total = nd.add_n(*[g.as_in_context(ctx[0]) for g in p.list_grad()])
+        for g in p.list_grad():
+            total.copyto(g)
+"""
 PART_LOST = """    for params in device_params[1:]:
         params[0].grad[0] = 0
 """
@@ -160,6 +171,13 @@ WRONG = {
         "several",
         "on all devices",
     ),
+    "Gluon, a Trainer that sums nothing": ((highlevel, (TRAINER, "kvstore=None")), "sum", "own gradients"),
+    "Gluon, a rate for each device": (
+        (highlevel, ('{"learning_rate": lr}', '{"learning_rate": lr * num_gpus}')),
+        "update",
+        "3 times",
+    ),
+    "labels in another order": ((scratch, (SHARDS, REVERSED + SHARDS)), "devices", "gets label"),
     "Gluon, gradients in float16": ((highlevel, (STEP, IN_FLOAT16 + STEP)), "update", "float16"),
 }
 FAST = 6  # the first rows are in the normal suite
@@ -175,6 +193,12 @@ RIGHT = {
         (highlevel, ("nn.Flatten()", "nn.BatchNorm(), nn.Flatten()"), (STEP, CLIPPED_SUM)),
         [BATCH_NORM],
     ),
+    "a Trainer that sums nothing, and a sum": (
+        (highlevel, (TRAINER, "kvstore=None"), (STEP, SUM_BY_HAND + STEP)),
+        [],
+    ),
+    "updates on the store": ((highlevel, (TRAINER, "kvstore='local', update_on_kvstore=True")), []),
+    "Adam": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adam", {"learning_rate": 0.001}')), []),
     "dropout": ((highlevel, ("nn.Flatten()", "nn.Dropout(0.5), nn.Flatten()")), ["with dropout off"]),
 }
 
@@ -196,7 +220,54 @@ def test_a_right_step_is_not_accused(case, tmp_path):
     report = compare_lesson(write(tmp_path, *changed), CPUS)
     assert report.claims.keys() >= {"losses", "replicas", "update"} and not any(report.claims.values())
     assert report.how == how
-    assert "clip" in case or "distance" in " ".join(report.notes)  # MXNet cannot clip in float64
+    assert "distance" in " ".join(report.notes)
+
+
+PAIRS = """    if len(data) > 1:
+        data[0][:] += data[1].copyto(data[0].context)
+    for array in data[1:]:
+        data[0].copyto(array)
+"""
+
+
+def test_the_command_compares_2_and_3_devices(tmp_path):
+    path = write(tmp_path, scratch, (SUM, PAIRS))
+    assert compare_lesson(path, CPUS[:2]).same
+    result = CliRunner().invoke(check, [path, "--device", "cpu", "--steps", "1"], standalone_mode=False)
+    assert result.exit_code == 1 and "with 3 devices" in result.output
+
+
+def test_a_trainer_that_is_not_found_is_said(tmp_path):
+    path = write(tmp_path, highlevel, ("    net = lenet()\n", "    net = open('no such file')\n"))
+    report = compare_lesson(path, CPUS[:2])
+    assert report.same and "no such file" in report.line
+
+
+AVERAGE = """
+
+average, steps, original = {}, [0], train_batch
+
+
+def train_batch(X, y, device_params, ctx, lr):
+    losses = original(X, y, device_params, ctx, lr)
+    steps[0] += 1
+    if steps[0] > 100:
+        lr = 0
+    for params in device_params[:1]:
+        for i, p in enumerate(params):
+            mean = average.setdefault(i, nd.zeros(p.shape))
+            mean[:] = 0.9 * mean + 0.1 * p.as_in_context(mean.context)
+    return losses
+"""
+
+
+def test_what_the_file_keeps_and_lines_that_do_not_run_are_noted(tmp_path):
+    once = compare_lesson(with_code(tmp_path, AVERAGE), CPUS)
+    assert once.same and not any("average" in note for note in once.notes)
+    line = (TEXTS[scratch] + AVERAGE).split("        lr = 0\n")[0].count("\n") + 1
+    assert any(f"line {line}" in note for note in once.notes)
+    thrice = compare_lesson(with_code(tmp_path, AVERAGE.replace("device_params[:1]", "device_params")), CPUS)
+    assert thrice.same and any("average" in note for note in thrice.notes)
 
 
 class Nothing:
@@ -329,6 +400,14 @@ def test_an_own_lesson_is_compared_before_training_and_named_again_at_the_end(ca
     right = capsys.readouterr().err
     assert len([line for line in wrong if "0.5 times" in line]) == 2 and "0.5 times" in wrong[-1]
     assert "one device" not in right
+
+
+@pytest.mark.slow
+def test_training_checks_the_trainer_with_which_it_trains(tmp_path, capsys):
+    """`train` has a Trainer of its own, which sums."""
+    options = {"gpus": 2, "dataset": "synthetic", "limit": 100, "batch_size": 20, "epochs": 1, "seed": 1}
+    train(impl=write(tmp_path, highlevel, (TRAINER, "kvstore=None"), (STEP, SUM_BY_HAND + STEP)), **options)
+    assert "2 times" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Steps in PyTorch and JAX: wrong ones are named, right ones are not accused."""
+"""Steps in PyTorch: wrong ones are named, right ones are not accused."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ from gluon_mgpu.support.errors import UsageError
 
 torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
 jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
-RIGHT = {name: (ROOT / "docs" / f"{name}.py").read_text() for name in ("pytorch/scratch", "pytorch/ddp", "jax/scratch")}
+RIGHT = {name: (ROOT / "docs" / f"{name}.py").read_text() for name in ("pytorch/scratch", "pytorch/ddp")}
 SUM = "    for p in params:\n        dist.all_reduce(p.grad)\n"
 NORMALIZED = """
 def init_net(lr):
@@ -74,29 +74,6 @@ RIGHT_STEPS = {
     "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
     "a mask": ddp([LOSS, VALID]),
     "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
-}
-# A smaller network, because JAX compiles for seconds
-SMALL = [
-    ["[(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]", "[(16, 784), (10, 16)]"],
-    ["W1, b1, W2, b2, W3, b3, W4, b4 = params", "W3, b3, W4, b4 = params"],
-    ["convolution(convolution(X, W1, b1), W2, b2)", "X"],
-]
-OWN_BATCH = "def example_batch(n):\n    return np.random.rand(n, 12), np.random.randint(0, 10, n)\n\n\n"
-OWN_DATA = [*SMALL, ["(16, 784)", "(16, 12)"], ["def init_params", f"{OWN_BATCH}def init_params"]]
-STALE = [
-    ["@jax.jit  # compiled once", "FIRST = []\n\n\n@jax.jit  # compiled once"],
-    ["(params)\n\n\n@jax.jit\ndef sgd", "(FIRST[0])\n\n\n@jax.jit\ndef sgd"],
-    ["    grads = map(", "    FIRST[:] = device_params[:1]\n    grads = map("],
-]
-MEANS = [
-    ["np.concatenate([lenet(X, params).argmax(1) == y for", "np.mean([(lenet(X, params).argmax(1) == y).mean() for"],
-    ["data_iter]).mean()", "data_iter])"],
-]
-WRONG_JAX = {
-    "one gradient": ("sum", "device 0", [["sum(jax.device_put(x, data[0].device) for x in data)", "data[0]"]]),
-    "what jit has kept": ("update", "leaves behind", STALE),
-    "mean accuracy": ("accuracy", "0.5893", MEANS),
-    "the whole batch": ("devices", "whole", [["np.array_split(data, len(devices))", "[data] * len(devices)"]]),
 }
 
 
@@ -211,22 +188,6 @@ def test_a_step_that_stalls_is_tried_again_and_not_accused(pytorch, tmp_path, ho
     check = CHECK.replace("json.loads(sys.argv[2])", "json.loads(sys.argv[2]), seconds=8")
     done = pytorch.run([sys.executable, "-c", check, tmp_path / "step.py", "[2]"])
     assert json.loads(done.out.splitlines()[-1])[1] == status, done.out + done.err
-
-
-@jax
-@pytest.mark.parametrize("case", cases(WRONG_JAX, fast=0))
-def test_a_wrong_step_in_jax_is_named(tmp_path, case):
-    claim, reason, edits = WRONG_JAX[case]
-    (tmp_path / "step.py").write_text(changed("jax/scratch", *SMALL, *edits))
-    assert_named(check.compare_file(str(tmp_path / "step.py"), (2,)), claim, reason)
-
-
-@jax
-@pytest.mark.parametrize("edits", [OWN_DATA, pytest.param([], marks=pytest.mark.slow)], ids=["own data", "images"])
-def test_a_right_step_in_jax_is_not_accused(tmp_path, edits):
-    (tmp_path / "step.py").write_text(changed("jax/scratch", *edits))
-    report = check.compare_file(str(tmp_path / "step.py"), (2,))
-    assert report.status == SAME, report.explain()
 
 
 def test_the_engine_is_what_a_file_imports(tmp_path):

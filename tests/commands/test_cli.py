@@ -63,6 +63,7 @@ def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(cap
         (lambda: Error(f"run `{command('doctor -h')}`"), 1, "error: run `python -m gluon_mgpu doctor -h`"),
         (lambda: UsageError(None, "runs/x", "not a run"), 2, "error: runs/x: not a run"),
         (lambda: UsageError("out", "a=b", f"omit {setting('two_words', 1)}"), 2, "error: --out a=b: omit --other 1"),
+        (lambda: UsageError("out", "my runs/a", "omit it"), 2, "error: --out 'my runs/a': omit it"),
         (lambda: UsageError("lr", (1, 0.5), "not an option here"), 2, "error: lr=(1, 0.5): not an option here"),
         (lambda: ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (lambda: KeyboardInterrupt(), 130, "interrupted"),

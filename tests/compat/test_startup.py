@@ -84,6 +84,8 @@ def test_one_and_then_two_contexts_train_in_one_process_which_says_once_that_the
         (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None"),
         (1, 1, {}, f"{CORES} None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000"),
+        (1, 1, {"OMP_NUM_THREADS": "2, 1"}, "2, 1 None 20000"),
+        (1, 1, {"OMP_NUM_THREADS": "2,"}, f"{CORES} None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None"),
         (1, 1, {"GOMP_SPINCOUNT": "5"}, f"{CORES} None 5"),
         (1, 1, {"OMP_WAIT_POLICY": "active"}, f"{CORES} None None"),

@@ -5,7 +5,7 @@ import runpy
 import numpy as np
 import pytest
 from conversions import files, needs
-from mxnet import gluon
+from mxnet import rnn
 from mxnet import symbol as s
 
 from gluon_mgpu import convert
@@ -61,15 +61,15 @@ KEYS = {
         "stem.weight": "stem_weight",
         "stage1.1.conv1.bias": "stage1_b_conv1_bias",
         "stage2.0.short.weight": "stage2_unit1_short_weight",
-        "stage2.1.bn0.running_mean": "stage2_unit2_bn0_moving_mean",
-        "stage3.conv0.weight": "stage3_conv0_weight",
+        "stage2.1.conv0.norm.running_mean": "stage2_unit2_bn0_moving_mean",
+        "stage3.conv0.conv.weight": "stage3_conv0_weight",
     },
-    tagger: {"words.weight": "words_weight", "tags.bias": "tags_bias"},
+    tagger: {"words.weight": "words_weight", "lstm.weight_ih_l0": "lstm_parameters[0:80]", "tags.bias": "tags_bias"},
     encoder: {"words.weight": "words_weight", "cell.2.norm.weight": "cell2_norm_gamma"},
 }
 
 
-REPEATED = [(residual, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tagger, 0), (encoder, 1)))]
+REPEATED = [(residual, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tagger, 0), (encoder, 1)))]
 
 
 @needs("pytorch")
@@ -93,7 +93,11 @@ def test_repeated_blocks_become_classes_and_keys_have_the_names_of_the_parameter
     with safe_open(tmp_path / "net.safetensors", "np") as file:
         names = file.metadata()
     assert {key: names[key] for key in KEYS[build]} == {key: f"net_{name}" for key, name in KEYS[build].items()}
-    assert all(np.array_equal(state[key], given.params[name]) for key, name in names.items())
+    for key, name in names.items():
+        name, _, part = name.partition("[")  # a part of an RNN's parameters
+        array = given.params[name].ravel()
+        start, end = map(int, part[:-1].split(":")) if part else (0, array.size)
+        assert np.array_equal(state[key].ravel(), array[start:end])
     code = (tmp_path / "net.py").read_text()
     assert code.count("\nclass ") == classes + 1 and "transpose(0, 1)" not in code
 
@@ -110,11 +114,58 @@ def test_blocks_that_share_layers_are_not_repeated(tmp_path):
     assert (tmp_path / "net.py").read_text().count("\nclass ") == 1
 
 
+def unrolled(steps):
+    """A stack of two bidirectional layers, and a layer for each step."""
+    stack = rnn.SequentialRNNCell()
+    for k in range(2):
+        cells = [rnn.LSTMCell(4, prefix=f"{side}{k}_") for side in ("left", "right")]
+        stack.add(rnn.BidirectionalCell(*cells, output_prefix=f"both{k}_"))
+        stack.add(rnn.DropoutCell(0.5))
+    outputs, _ = stack.unroll(steps, X, layout="NTC", merge_outputs=False)
+    weights = {"weight": s.var("tag_weight"), "bias": s.var("tag_bias")}
+    return s.stack(*(s.FullyConnected(x, num_hidden=3, **weights) for x in outputs), axis=1)
+
+
 @needs("pytorch")
-def test_an_unrolled_cell_has_one_name_for_all_time_steps(tmp_path):
-    cell = gluon.rnn.LSTMCell(4, input_size=5, prefix="lstm_")
-    outputs, _ = cell.unroll(3, X, layout="NTC", merge_outputs=True, begin_state=[s.var("h"), s.var("c")])
-    given = convert.from_files(*files(tmp_path, outputs, data=(2, 3, 5), h=(2, 4), c=(2, 4)), (4,), (4,), (3, 5))
+def test_time_steps_of_an_unrolled_cell_become_loops(tmp_path):
+    lines = []
+    for steps in (4, 9):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        given = convert.from_files(*files(folder, unrolled(steps), data=(2, steps, 5)), (steps, 5))
+        convert.save(given, "pytorch", str(folder / "net"))
+        lines.append((folder / "net.py").read_text().count("\n"))
+        names = {name for name, _ in runpy.run_path(str(folder / "net.py"))["Net"]().named_children()}
+        assert names == {"left0", "right0", "left1", "right1", "tag"}
+    assert lines[0] == lines[1] < 100
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_a_first_time_step_that_differs_stays_before_the_loop(tmp_path):
+    def layer(x, name, bias):
+        options = {"bias": s.var(f"{name}_bias")} if bias else {"no_bias": True}
+        return s.FullyConnected(x, s.var(f"{name}_weight"), num_hidden=4, **options)
+
+    outputs = []
+    for x in s.split(X, 6, axis=1, squeeze_axis=True):
+        y = layer(x, "x2h", True)
+        outputs.append(s.tanh(y + layer(outputs[-1], "h2h", False) if outputs else y))
+    given = convert.from_files(*files(tmp_path, s.concat(*outputs, dim=1), data=(2, 6, 5)), (6, 5))
     convert.save(given, "pytorch", str(tmp_path / "net"))
-    names = [name for name, _ in runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()]
-    assert names == ["i2h", "h2h"]
+    assert (tmp_path / "net.py").read_text().count("self.h2h(") == 1
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_convolutions_with_normalization_and_activation_are_one_class_with_defaults(tmp_path):
+    x = X
+    for k, (channels, size) in enumerate([(4, 3), (8, 3), (8, 3), (6, 1)]):
+        options = {"kernel": (size, size), "pad": (size // 2, size // 2), "no_bias": k == 3}
+        x = s.Convolution(x, num_filter=channels, name=f"conv{k}", **options)
+        x = s.Activation(s.BatchNorm(x, name=f"norm{k}"), act_type="relu")
+    convert.save(
+        convert.from_files(*files(tmp_path, x, data=(2, 3, 8, 8)), (3, 8, 8)), "pytorch", str(tmp_path / "net")
+    )
+    code = (tmp_path / "net.py").read_text()
+    assert code.count("\nclass ") == 2 and "ConvNormAct(4, 8)" in code

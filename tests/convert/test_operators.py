@@ -66,6 +66,7 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "argmax_channel", s.argmax_channel(ties)
     yield "topk value", s.topk(ties, k=3, ret_typ="value", is_ascend=True)
     yield "topk", s.topk(x, k=3)
+    yield "topk mask", s.topk(image, k=2, axis=1, ret_typ="mask", is_ascend=True)
     yield from ((f"topk both {k}", part) for k, part in enumerate(s.topk(x, k=3, ret_typ="both")))
     yield "sort", s.sort(ties, is_ascend=False)
     yield "argsort", s.argsort(x)
@@ -91,6 +92,45 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     yield "UpSampling bilinear", s.UpSampling(other_image, s.reshape(s.arange(32), (2, 1, 4, 4)), **options)
     for scale in (2.0, 0.5):
         yield f"BilinearResize2D {scale}", s.contrib.BilinearResize2D(image, scale_height=scale, scale_width=2.0)
+    for mode in "odd_scale to_even_down to_even_up to_odd_down to_odd_up".split():
+        scales = {"scale_height": 1.5, "scale_width": 2.0} if mode == "odd_scale" else {}
+        yield f"BilinearResize2D {mode}", s.contrib.BilinearResize2D(image, mode=mode, **scales)
+    yield "BilinearResize2D like", s.contrib.BilinearResize2D(image, other_image, mode="like", align_corners=False)
+    for kind in ("max", "avg", "sum", "lp"):
+        for pad, rounding in ((2, "valid"), (0, "full")):
+            options = {"kernel": (3, 3), "stride": (2, 4), "pad": (pad, pad), "pool_type": kind, "p_value": 2}
+            yield f"Pooling {kind} {rounding}", s.Pooling(image, pooling_convention=rounding, **options)
+        yield f"Pooling {kind} global", s.Pooling(image, global_pool=True, pool_type=kind, p_value=2, kernel=(1, 1))
+    for kind in ("max", "avg", "sum"):
+        options = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "pool_type": kind, "pooling_convention": "full"}
+        yield f"Pooling_v1 {kind}", s.Pooling_v1(image, **options)
+    yield "Pooling lp 1", s.Pooling(image, kernel=(3, 3), pool_type="lp", p_value=1)
+    for k, options in enumerate(
+        (
+            {"max_displacement": 4, "stride2": 2, "pad_size": 4},
+            {"kernel_size": 3, "max_displacement": 2, "stride1": 2, "pad_size": 3, "is_multiply": False},
+        )
+    ):
+        yield f"Correlation {k}", s.Correlation(image, image * image, **options)
+    flow = s.slice_axis(image, axis=1, begin=0, end=2)
+    yield "warp", s.BilinearSampler(image, s.GridGenerator(flow, transform_type="warp"))
+    yield "smooth_l1", s.smooth_l1(ties, scalar=1.5)
+    yield "rrelu", s.LeakyReLU(x, act_type="rrelu", lower_bound=0.2, upper_bound=0.6)[0]
+    yield "round_ste", s.contrib.round_ste(ties) + s.contrib.sign_ste(ties)
+    yield from ((f"amp_multicast {k}", part) for k, part in enumerate(s.amp_multicast(x, ties, num_outputs=2)))
+    yield "prod of two axes", s.prod(image, axis=(1, 3))
+    yield from ((f"split_v2 {k}", part) for k, part in enumerate(s.split_v2(image, (1, 5), axis=3)))
+    colors = s.slice_axis(words, axis=2, begin=0, end=3)
+    colors = s.reshape(s.tile(s.expand_dims(colors, 1), (1, 7, 1, 1)), (-1, 7, 5, 3))
+    yield "to_tensor", s.image.to_tensor(colors)
+    mean = {"mean": (1.0, 2.0, 3.0), "std": (0.5, 2.0, 3.0)}
+    yield "normalize", s.image.normalize(s.transpose(colors, (0, 3, 1, 2)), **mean)
+    yield "image crop", s.image.crop(colors, 1, 2, 3, 4)
+    for interp in (0, 1):
+        yield f"image resize {interp}", s.image.resize(colors, size=(8, 3), interp=interp)
+    yield "box_iou", s.contrib.box_iou(boxes, s.slice_axis(boxes, axis=0, begin=0, end=1))
+    yield "box_iou center", s.contrib.box_iou(boxes, s.slice_axis(boxes, axis=0, begin=0, end=1), format="center")
+    yield "syrk", s.linalg.gemm(words, words, s.linalg.syrk(words, alpha=0.5), transpose_b=True, beta=2.0)
     yield "AdaptiveAvgPooling2D", s.contrib.AdaptiveAvgPooling2D(image, output_size=(4, 2))
     yield "im2col", s.im2col(image, kernel=(2, 3), stride=(1, 2), pad=(1, 0))
     yield "diag", s.diag(image, axis1=2, axis2=3, k=-1)

@@ -156,6 +156,13 @@ def test_a_package_that_brings_another_mxnet_is_refused(folder):
     assert len([*environment.folder().iterdir()]) == 1
 
 
+def test_commands_of_the_environment_have_the_packages_that_are_added(folder):
+    base = environment.find_or_make()
+    write_program(base.with_name("pip"), f'exec "{base}" -m pip "$@"')
+    added = environment.find_or_make(extra=["mxboard"])
+    assert str(added) in added.with_name("pip").read_text() and os.access(added.with_name("pip"), os.X_OK)
+
+
 def test_a_cache_that_was_moved_is_made_anew_because_scripts_contain_its_path(folder, monkeypatch):
     before = environment.find_or_make()
     os.rename(folder / "cache", folder / "moved")

@@ -122,6 +122,8 @@ def test_the_data_of_a_run_is_that_with_the_same_shapes_and_values(change, same,
     ):
         if same:
             act()
+            report = evaluate.report(evaluate.load(run, lesson, device="cpu"), *own(**change)[2:])
+            assert all(len(line.split()) == 5 for line in report.splitlines()[-3:])  # a class, three counts, the recall
         else:
             with pytest.raises(UsageError):
                 act()

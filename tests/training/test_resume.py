@@ -18,9 +18,10 @@ from runs import FEEDBACK
 from gluon_mgpu import scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training import checkpoint, lessons, loop, registry
+from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, opened
+from gluon_mgpu.training.model import LENET_NAMES
 from gluon_mgpu.training.record import Epoch, exists, read
 from gluon_mgpu.training.workers import Group
 
@@ -161,7 +162,7 @@ def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(n
 def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
     train("highlevel", momentum=0.9, out=tmp_path)
     kept, expected = whole["state"][0], results(tmp_path)[0]
-    for i, name in enumerate(registry.LENET_NAMES):
+    for i, name in enumerate(LENET_NAMES):
         np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
 
 

@@ -36,6 +36,7 @@ from gluon_mgpu.training import checkpoint, lessons, loop, registry
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Folder
 from gluon_mgpu.training.losses import Pending
+from gluon_mgpu.training.model import LENET_NAMES
 from gluon_mgpu.training.record import Epoch
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
@@ -63,7 +64,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(tmp_p
     assert {"impl": "scratch", "batch_size": 256, "limit": 1001, "seed": 5, "lr": 0.2}.items() <= config.items()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     arrays, facts = checkpoint.load(tmp_path / "checkpoint.npz")
-    assert tuple(arrays) == registry.LENET_NAMES and arrays["W3"].shape == (128, 800)
+    assert tuple(arrays) == LENET_NAMES and arrays["W3"].shape == (128, 800)
     assert (facts["config"], len(facts["history"]), facts["steps"]) == (config, 2, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 

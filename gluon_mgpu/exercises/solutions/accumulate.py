@@ -19,13 +19,14 @@ def forward_backward(X, y, device_params, ctx):
     """Compute the gradients of one part of the batch, X (n, 2) and y (n,), and add them to those on the devices."""
     with autograd.record():
         shards = zip(split_and_load(X, ctx), split_and_load(y, ctx), device_params)
-        losses = [((X * params[0]).sum(axis=1) - y) ** 2 / 2 for X, y, params in shards]
+        losses = [((X * w).sum(axis=1) + b - y) ** 2 / 2 for X, y, (w, b) in shards]
     for shard_loss in losses:
         shard_loss.backward()
 
 
 def train_batch(parts, device_params, ctx, lr):
-    """Train one step. parts: a list of pairs X (n, 2), y (n,). device_params: one list of parameters per device."""
+    """Train one step. parts: a list of pairs X (n, 2), y (n,). device_params: one list per device, [w, b], of the
+    shapes (2,) and (1,)."""
     for params in device_params:
         for p in params:
             p.grad[:] = 0

@@ -17,4 +17,4 @@ def predict(X, net, ctx):
     """
     scores = [net(shard) for shard in split_and_load(X, ctx)]
     classes = [shard.argmax(axis=1).as_in_context(ctx[0]) for shard in scores]
-    return nd.concat(*classes, dim=0)
+    return nd.concat(*classes, dim=0)  # in the order of the shards

@@ -1,10 +1,10 @@
-"""Exercise ring: sum over devices in a ring.
+"""Exercise ring: sum over devices in a ring that turns backward.
 
-In a ring, device i sends only to device i + 1, and the last device sends to the first. With k devices, each array of n
-elements is cut into k chunks. In each of k - 1 steps, every device sends one chunk to the next device, which adds it to
-its own chunk. Then every chunk is complete on one device. In k - 1 more steps, the complete chunks go around the ring
-and replace the incomplete ones. So each device receives 2 (k - 1) chunks of n / k elements: fewer than 2 n elements,
-for any number of devices.
+Here, device i sends only to device i - 1, and device 0 sends to the last device. With k devices, each array of n
+elements is cut into k chunks. In the first half, reduce-scatter, which takes k - 1 rounds, every device sends one chunk
+per round to the device before it, which adds it to its own chunk. Then every chunk is complete on one device. In the
+second half, all-gather, which takes k - 1 more rounds, the complete chunks go around the ring and replace the others.
+So each device receives 2 (k - 1) chunks of n / k elements: fewer than 2 n elements, for any number of devices.
 """
 
 
@@ -16,9 +16,9 @@ def ring_allreduce(data):
         index %= k
         return data[device % k][n * index // k : n * (index + 1) // k]
 
-    for step in range(k - 1):  # afterward, chunk i + 1 is complete on device i
+    for r in range(k - 1):  # afterward, chunk i - 1 is complete on device i
         for i in range(k):
-            chunk(i + 1, i - step)[:] += chunk(i, i - step).copyto(data[(i + 1) % k].context)
-    for step in range(k - 1):
+            chunk(i - 1, i + r)[:] += chunk(i, i + r).copyto(data[i - 1].context)
+    for r in range(k - 1):
         for i in range(k):
-            chunk(i, i + 1 - step).copyto(chunk(i + 1, i + 1 - step))
+            chunk(i, i - 1 + r).copyto(chunk(i - 1, i - 1 + r))

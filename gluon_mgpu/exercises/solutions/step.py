@@ -15,8 +15,9 @@ from gluon_mgpu.scratch import allreduce, sgd, split_and_load
 
 
 def loss(X, y, params):
-    """Returns the losses (n,) of a linear model for X (n, 2), y (n,). params: [w], where w has shape (2,)."""
-    return ((X * params[0]).sum(axis=1) - y) ** 2 / 2
+    """Returns the losses (n,) of a linear model for X (n, 2), y (n,). params: [w, b], of the shapes (2,) and (1,)."""
+    w, b = params
+    return ((X * w).sum(axis=1) + b - y) ** 2 / 2
 
 
 def train_batch(X, y, device_params, ctx, lr):

@@ -1,0 +1,177 @@
+"""A converted network trains as MXNet does: the same parameters, with the same gradients."""
+
+import runpy
+
+import mxnet as mx
+import numpy as np
+import pytest
+from conversions import files, needs
+from mxnet import gluon
+from mxnet import symbol as s
+
+from gluon_mgpu import convert
+from gluon_mgpu.convert import operators
+from gluon_mgpu.support.errors import Error
+
+X = s.var("data")
+RATE, MOMENTUM, DECAY = 0.05, 0.9, 0.01
+
+
+def dense(x, name, units=6, **options):
+    return s.FullyConnected(x, num_hidden=units, flatten=False, name=name, **options)
+
+
+def scaled():
+    """Parameters that are reshaped, sliced, tiled, and put through a function."""
+    x = s.broadcast_mul(dense(X, "fc"), s.exp(s.reshape(s.var("scale", shape=(6,)), (1, 6))))
+    bias = s.tile(s.slice_axis(s.var("bias", shape=(5,)), axis=0, begin=1, end=4), 2)
+    return s.broadcast_add(x, s.expand_dims(bias, 0))
+
+
+def normalized():
+    """Weight normalization."""
+    v = s.var("v", shape=(6, 6))
+    weight = s.broadcast_mul(s.var("g", shape=(6, 1)), s.broadcast_div(v, s.norm(v, axis=1, keepdims=True)))
+    return dense(X, "fc", weight=weight, no_bias=True)
+
+
+def tied():
+    """A matrix, and its transpose."""
+    w = s.var("w", shape=(4, 6))
+    return dense(s.tanh(dense(X, "encode", 4, weight=w)), "decode", weight=s.transpose(w))
+
+
+def straight_through():
+    y = dense(X, "fc")
+    return dense(y + s.BlockGrad(s.round(y) - y), "out")
+
+
+def reversed_gradient():
+    return s.Group([dense(X, "label"), dense(s.contrib.gradientmultiplier(dense(X, "fc"), scalar=-0.5), "domain")])
+
+
+def constant():
+    """A constant is multiplied, and is the weight of an embedding."""
+    table = s.var("table", shape=(6, 6), init="Constant_table")
+    x = s.dot(dense(X, "fc"), s.var("adjacency", shape=(6, 6), init="Constant_adjacency"))
+    return s.broadcast_add(x, s.sum(s.Embedding(s.floor(s.relu(X)), table, input_dim=6, output_dim=6), axis=1))
+
+
+def frozen():
+    return dense(s.relu(dense(X, "first", weight=s.var("first_weight", lr_mult=0.0))), "second")
+
+
+def convolutional():
+    x = s.reshape(X, (-1, 1, 2, 3))
+    for k, fixed in enumerate((True, False)):
+        x = s.Convolution(x, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"conv{k}")
+        x = s.LeakyReLU(s.BatchNorm(x, fix_gamma=fixed, name=f"norm{k}"), act_type="prelu", name=f"slope{k}")
+    return x
+
+
+def unrolled():
+    cell = gluon.rnn.LSTMCell(4, input_size=2, prefix="lstm_")
+    x = s.reshape(X, (-1, 3, 2))
+    zeros = s.slice_axis(s.zeros_like(X), axis=1, begin=0, end=4)
+    return cell.unroll(3, x, layout="NTC", merge_outputs=True, begin_state=[zeros, zeros])[0]
+
+
+def recurrent():
+    """Gluon's LSTM, whose parameters are packed."""
+    lstm = gluon.rnn.LSTM(4, num_layers=2, bidirectional=True, input_size=2, layout="NTC", prefix="lstm_")
+    return lstm(s.reshape(X, (-1, 3, 2)))
+
+
+def shared():
+    """A layer that is called twice, and an embedding that is also the output's weight."""
+    weight = s.var("word", shape=(6, 4))
+    x = s.sum(s.Embedding(s.floor(s.relu(X)), weight, input_dim=6, output_dim=4), axis=1)
+    for _ in range(2):
+        x = s.tanh(dense(x, "same", 4, weight=s.var("same_weight"), bias=s.var("same_bias")))
+    return dense(s.Dropout(x, p=0.0), "out", weight=weight)
+
+
+def attention():
+    x = s.reshape(X, (-1, 3, 2))
+    query, key, value = (dense(x, name, 4) for name in ("query", "key", "value"))
+    y = s.batch_dot(s.softmax(s.batch_dot(query, key, transpose_b=True) / 2), value)
+    return s.LayerNorm(dense(y, "out", 2) + x, name="norm")
+
+
+NETWORKS = [scaled, constant, straight_through, normalized, tied, reversed_gradient]
+NETWORKS += [frozen, convolutional, unrolled, recurrent, shared, attention]
+# The parameters that MXNet does not train
+FIXED = {constant: {"table", "adjacency"}, frozen: {"first_weight"}, convolutional: {"norm0_gamma"}}
+
+
+def mxnets(symbol, given, inputs, heads, fixed):
+    """The parameters after one step for each array of inputs, as MXNet's gradients and SGD's definition give them."""
+    values = {name: mx.nd.array(array) for name, array in given.params.items()}
+    trained = {*symbol.list_arguments()} - {"data"} - fixed
+    gradients = {name: mx.nd.zeros(values[name].shape) for name in trained}
+    momenta = {name: np.zeros(values[name].shape) for name in trained}
+    for X in inputs:
+        arguments = {name: mx.nd.array(X) if name == "data" else values[name] for name in symbol.list_arguments()}
+        running = {name: values[name] for name in symbol.list_auxiliary_states()}
+        executor = symbol.bind(mx.cpu(), arguments, gradients, aux_states=running)
+        executor.forward(is_train=True)
+        executor.backward([*map(mx.nd.array, heads)])
+        for name in trained:
+            change = gradients[name].asnumpy() + DECAY * values[name].asnumpy()
+            momenta[name] = MOMENTUM * momenta[name] + change
+            values[name] = mx.nd.array(values[name].asnumpy() - RATE * momenta[name])
+    return {name: array.asnumpy() for name, array in values.items()}
+
+
+def pytorchs(folder, inputs, heads):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    net = runpy.run_path(str(folder / "net.py"))["Net"]()
+    load_model(net, folder / "net.safetensors")
+    optimizer = torch.optim.SGD(net.parameters(), RATE, MOMENTUM, weight_decay=DECAY)
+    for X in inputs:
+        optimizer.zero_grad()
+        outputs = net(torch.from_numpy(X))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [*map(torch.from_numpy, heads)])
+        optimizer.step()
+    with safe_open(folder / "net.safetensors", "np") as file:
+        return [(name, net.state_dict()[key].numpy()) for key, name in file.metadata().items()]
+
+
+@needs("pytorch")
+@pytest.mark.parametrize(
+    "build", [*NETWORKS[:1], *(pytest.param(build, marks=pytest.mark.slow) for build in NETWORKS[1:])]
+)
+def test_two_steps_of_sgd_give_mxnets_parameters_and_running_statistics(build, tmp_path):
+    symbol = build()
+    given = convert.from_files(*files(tmp_path, symbol, data=(8, 6)), (6,))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    random = np.random.default_rng(1)
+    inputs = random.normal(0, 2, (2, 8, 6)).astype(np.float32)
+    heads = [random.normal(0, 0.1, Y.shape).astype(np.float32) for Y in given.predict([inputs[0]])]
+    expected = mxnets(symbol, given, inputs, heads, FIXED.get(build, set()))
+    found = pytorchs(tmp_path, inputs, heads)
+    assert {name.partition("[")[0] for name, _ in found} == {*given.params}
+    for name, array in found:
+        # PyTorch multiplies the variance of n numbers by n / (n - 1); here, n is 8 * 2 * 3
+        tolerance = 2 / 47 if name.endswith("moving_var") else 1e-4
+        np.testing.assert_allclose(array, expected[name], rtol=tolerance, atol=1e-5, err_msg=name)
+
+
+@needs("pytorch")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "build, operator, code", [(straight_through, "BlockGrad", "{0}"), (reversed_gradient, "gradientmultiplier", "{0}")]
+)
+def test_a_network_that_would_train_differently_is_refused_and_the_parameter_named(
+    build, operator, code, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(operators.RULES, operator, code)
+    monkeypatch.setitem(operators.SIMPLE_RULES, operator, code)
+    given = convert.from_files(*files(tmp_path, build()), (6,))
+    with pytest.raises(Error, match="fc_weight"):
+        convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert not (tmp_path / "net.py").exists()
