@@ -444,7 +444,7 @@ WRONG = {
     "a step that is skipped": (alone, skipping, EVEN, "not finite"),
     "weights": (ddp, weighted, EVEN, "no sum over examples"),
     "warm-up": (warmed_up, plain, EVEN, "own gradients"),
-    "a critic": (two_losses, critic_not_summed, EVEN, "weight, bias"),
+    "a critic": (two_losses, critic_not_summed, EVEN, "[0].weight, [0].bias"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
 }
 UNKNOWN = {
