@@ -78,7 +78,7 @@ def unrolled():
 
 def recurrent():
     """Gluon's LSTM, whose parameters are packed."""
-    lstm = gluon.rnn.LSTM(4, num_layers=2, bidirectional=True, input_size=2, layout="NTC", prefix="lstm_")
+    lstm = gluon.rnn.LSTM(4, input_size=2, layout="NTC", prefix="lstm_")
     return lstm(s.reshape(X, (-1, 3, 2)))
 
 
