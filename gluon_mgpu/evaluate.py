@@ -40,6 +40,7 @@ TOP = 3  # number of classes printed per image
 class Trained(NamedTuple):
     """A run, and its network with the parameters of its checkpoint."""
 
+    folder: str | Path
     run: Run
     config: Config  # the run's settings, without those for training only
     model: Model
@@ -70,7 +71,7 @@ def load(
     except Error as error:
         raise Error(f"{folder}: {error}") from None
     title = f"{folder}: {config.model} ({lesson.name}) after {run.position}, on {ctx}"
-    return Trained(run._replace(arrays={}), config, model, title)
+    return Trained(folder, run._replace(arrays={}), config, model, title)
 
 
 def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +182,7 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     """
     if trained.run.details.get("image_dtype", "uint8") != "uint8":
         advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
-        raise UsageError(None, "the run", advice)
+        raise UsageError(None, trained.folder, advice)
     if len(paths) != len(images) or not paths:
         raise UsageError("images", f"{len(images)} images", f"must be one per path, and there are {len(paths)} paths")
     for image in images:
