@@ -212,6 +212,7 @@ class _Comparison:
         self._take_steps()
         yield "compared", self.several.facts.get("reason") or ""
         yield "compared", self._leave_out()
+        self._leave_own()
         names = names_that_differ(self.several.start)
         reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
         yield "start", reason if names else ""
@@ -260,15 +261,35 @@ class _Comparison:
         params = {*(self.one.facts.get("params") or every)} | {*(self.several.facts.get("params") or ())}
         if {*names} & params or len(names) == len(every) > 0:
             return f"it has arrays of other shapes ({some(names)}); leave what is divided out of the state"
-        self.left_out = {*names}
-        for session in (self.one, self.several, *self.double):
-            for devices in [session.start, *(s.changes for s in session.steps), *(s.grads for s in session.steps)]:
-                for arrays in devices:
-                    for name in self.left_out & {*arrays}:
-                        del arrays[name]
+        self._delete(names)
         if names:
             self.notes.append(f"warning: not compared, because the {UNITS[self.unit]} divide it: {some(names)}")
         return ""
+
+    def _leave_own(self) -> None:
+        """Leave out state that is no parameter, such as a moment, if each device has another one: sums of such arrays
+        may be right, and what depends on them is compared."""
+        session, own = self.double[0] if self.in_double else self.several, list[str]()
+        for name in self.several.facts.get("soft") or ():
+            found = [[d[name] for d in devices if name in d] for devices in (session.start, *self._changes(session))]
+            pairs = [(a, arrays[0]) for arrays in found for a in arrays[1:]]
+            if any(norm(a - b) > TOLERANCE["float64" if self.in_double else self.low] * norm(b) for a, b in pairs):
+                own.append(name)
+        self._delete(own)
+        if own:
+            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it if evaluation uses it")
+
+    def _changes(self, session: Session) -> list[list[Arrays]]:
+        return [step.changes for step in session.steps]
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Do not compare some arrays."""
+        self.left_out |= {*names}
+        for session in (self.one, self.several, *self.double):
+            for devices in [session.start, *self._changes(session), *(step.grads for step in session.steps)]:
+                for arrays in devices:
+                    for name in self.left_out & {*arrays}:
+                        del arrays[name]
 
     def _on_one(self) -> Iterator[Claim]:
         """Whether there is a step on one device to compare with."""

@@ -277,6 +277,7 @@ class PyTorch(Driver):
             facts["synced"] = [name for name, a in state.tensors.items() if id(a) in buffers & synced]
             facts["others"] = [*state.others]
             facts["params"] = [name for name, a in state.tensors.items() if a.requires_grad]
+            facts["soft"] = state.soft()
             is_divided = any(hasattr(p, "placements") for p in state.tensors.values())
             if is_divided and not self.reference and not any(hasattr(m, "unshard") for m in state.modules):  # by FSDP
                 facts["reason"] = (

@@ -124,6 +124,13 @@ class State:
         ]
         return dict(zip(names, self.paths.values()))
 
+    def soft(self) -> list[str]:
+        """The tensors that are no parameters or buffers, and that no optimizer updates."""
+        own = [a for m in self.modules for a in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        own += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        known = {id(a) for a in own} | {id(a) for a in self.tensors.values() if a.requires_grad}
+        return [name for name, a in self.tensors.items() if known and id(a) not in known]
+
     def read(self) -> Arrays:
         """Copies of the tensors in float64, with those that are divided among the processes gathered."""
         return {name: array_of(a) for name, a in self.tensors.items()}

@@ -20,7 +20,7 @@ import torch.nn.parallel
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gluon_mgpu.check.processes as processes
@@ -46,7 +46,9 @@ class Watch:
         self.optimizers: list[Optimizer] = []
         self.low, self.limits = "float32", dict[str, bool]()
         self.works: list[tuple[Mock, int]] = []  # asynchronous operations, and the lines that begin them
+        self.depth = 0
         register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
         for name in COLLECTIVES:
             setattr(dist, name, self._watched(getattr(dist, name)))
         enter = torch.autocast.__enter__
@@ -72,13 +74,19 @@ class Watch:
         """Forget the step before."""
         self.grads.clear()
         self.rates.clear()
-        self.updates = 0
+        self.updates = self.depth = 0
 
     def note(self, dtype: Any) -> None:
         if dtype in LOW and self.low != "bfloat16":
             self.low = LOW[dtype]
 
+    def _after_update(self, *_: Any) -> None:
+        self.depth -= 1
+
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self.depth += 1
+        if self.depth > 1:  # of an optimizer that calls another one, as ZeRO's
+            return
         if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
         number = [optimizer is other for other in self.optimizers].index(True)

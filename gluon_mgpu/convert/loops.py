@@ -287,7 +287,7 @@ def roll(network: Class, taken: set[str]) -> list[Class]:
     for loop in loops:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)
-        if len(loop.body) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
+        if len(layers) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
             alike.setdefault(_form(loop), []).append(loop)
     return [_outline(group, taken) for group in alike.values()]
 

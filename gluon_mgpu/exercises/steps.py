@@ -367,14 +367,14 @@ def overlap(*shapes: tuple[int, ...]) -> Case:
     return Case(f"{len(shapes)} parts", call, {}, check)
 
 
-@inputs((2, 2, 5, 3, 5), (3, 1, 7, 2, 2), (1, 3, 4, 2, 5), (2, 3, 6, 2, 6))
+@inputs((2, 2, 5, 2, 3), (3, 1, 7, 2, 2), (1, 3, 4, 2, 5), (2, 3, 6, 3, 6))
 def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
     random = np.random.RandomState(rows + columns)
     X, y = random.randint(-2, 3, (n, d)).astype(float), random.randint(-4, 5, n).astype(float)
     s, W, v = (random.randint(1, 4, shape).astype(float) for shape in ((d,), (h, d), (h,)))
     parts = [[s, *part, np.array([0.5])] for part in zip(np.array_split(W, columns), np.array_split(v, columns))]
     text = f"{rows} x {columns} devices, {n} examples, {h} hidden values"
-    what = "s, W, v and b on each device"
+    names = [f"{name} on each device" for name in "sWvb"]
 
     def call(function: Function) -> Trial:
         devices = iter(contexts(rows * columns))
@@ -386,7 +386,8 @@ def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
         with recording() as events:
             function(nd.array(X), nd.array(y), given, 0.1)
         replaced = any(p is not q for row, still in zip(mesh, given) for a, b in zip(row, still) for p, q in zip(a, b))
-        return Trial({what: values(on_devices)}, [*events, *[cases.REPLACED] * replaced])
+        results = {name: values(arrays) for name, arrays in zip(names, zip(*on_devices))}
+        return Trial(results, [*events, *[cases.REPLACED] * replaced])
 
-    start = [np.concatenate([p.ravel() for p in part]) for part in parts] * rows
-    return Case(text, call, {what: start}, lambda events: cases.check_copies(text, events, needed=1))
+    start = {name: [p.ravel() for p in of_devices] * rows for name, of_devices in zip(names, zip(*parts))}
+    return Case(text, call, start, lambda events: cases.check_copies(text, events, needed=1))

@@ -1,4 +1,4 @@
-"""The processes that train together: one (`Group`), or several that mpiexec or srun has started (`Workers`)."""
+"""The processes that train together: one (`Group`), or several that mpiexec or srun has started (`MPIGroup`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Group:
         return np.arange(n)
 
 
-class Workers(Group):
+class MPIGroup(Group):
     """Several processes, which MPI connects. comm: an MPI communicator."""
 
     def __init__(self, comm: Any) -> None:
@@ -136,7 +136,7 @@ def join(kvstore: str) -> Iterator[Group]:
         raise UsageError("kvstore", kvstore, advice)
     try:
         startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
-        yield Workers(comm)
+        yield MPIGroup(comm)
     except Interrupted:  # raised by all workers at the same step
         comm.Barrier()
         raise

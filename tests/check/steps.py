@@ -316,9 +316,8 @@ def warmed_up(rank, world):
 
 
 def two_losses(rank, world):
-    critic, actor = nn.Linear(20, 1), mlp()
     torch.manual_seed(3)
-    nn.init.normal_(critic.weight)
+    critic, actor = nn.Linear(20, 1), mlp()
     return critic, actor, torch.optim.SGD([*critic.parameters(), *actor.parameters()], lr=0.1)
 
 
@@ -341,6 +340,33 @@ class Center(nn.Module):
     def forward(self, x):
         self.running = 0.9 * self.running + 0.1 * x.detach().mean(0)
         return x
+
+
+class Momentum:
+    """Each process has a moment of its own gradients; the sum of these is that of one process."""
+
+    def __init__(self, net):
+        self.params = list(net.parameters())
+        self.moments = [torch.zeros_like(p) for p in self.params]
+
+    def update(self):
+        for p, moment in zip(self.params, self.moments):
+            moment.mul_(0.9).add_(p.grad)
+            total = moment.clone()
+            dist.all_reduce(total)
+            p.data -= 0.1 * total / dist.get_world_size()
+            p.grad = None
+
+
+def with_moments(rank, world):
+    net = mlp()
+    return net, Momentum(net)
+
+
+def sum_of_moments(state, part):
+    net, momentum = state
+    loss_of(net, part).backward()
+    momentum.update()
 
 
 def two_networks(rank, world):
@@ -418,7 +444,7 @@ WRONG = {
     "a step that is skipped": (alone, skipping, EVEN, "not finite"),
     "weights": (ddp, weighted, EVEN, "no sum over examples"),
     "warm-up": (warmed_up, plain, EVEN, "own gradients"),
-    "a critic": (two_losses, critic_not_summed, EVEN, "weight, bias"),
+    "a critic": (two_losses, critic_not_summed, EVEN, "[0].weight, [0].bias"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
 }
 UNKNOWN = {
@@ -428,6 +454,7 @@ UNKNOWN = {
 # {case: (make, step, options, a part of the notes)}
 NOTED = {
     "an average in an attribute": (made(DDP, layer=Center), plain, EVEN, "running"),
+    "moments of own gradients": (with_moments, sum_of_moments, EVEN, "moments"),
     "a line that did not run": (ddp, logging, EVEN, "line "),
 }
 TABLES = {"RIGHT": RIGHT, "WRONG": WRONG, "UNKNOWN": UNKNOWN, "NOTED": NOTED}
