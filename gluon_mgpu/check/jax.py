@@ -25,7 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, compare, norm
+from gluon_mgpu.check.arrays import norm
+from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
 from gluon_mgpu.support.errors import UsageError

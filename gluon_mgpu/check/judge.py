@@ -7,20 +7,34 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-Arrays = dict[str, np.ndarray]
-Claim = tuple[str, str]  # a claim, and what is wrong; "": nothing
-Shards = Sequence[Sequence[int]]  # the indices of the examples of each device
+from gluon_mgpu.check.arrays import (
+    TOLERANCE,
+    are_means,
+    common,
+    distance,
+    far,
+    fitted,
+    flat,
+    join_parts,
+    moves,
+    names_that_differ,
+    norm,
+    not_finite,
+    places,
+    some,
+    tolerances,
+    wrong_losses,
+    wrong_split,
+)
+from gluon_mgpu.check.driver import UNITS, Arrays, Claim, Driver, Session, Shards, Step
+
 SAME, DIFFERENT, UNKNOWN = 0, 1, 3  # verdicts; also the exit status of the command
-UNITS = {"device": "devices", "process": "processes"}
-# relative differences that may come from rounding; in float64, from the user's constants in float32
-TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
 MOST = 16  # steps, until one changes something
@@ -32,111 +46,6 @@ BEGINNINGS = {
     "called": "does not use all of its functions",
     "accuracy": "does not measure the same accuracy as on one {unit}",
 }
-
-
-@dataclass
-class Step:
-    """What one step did on each device. changes: of the parameters. grads: what each optimizer got at its steps, if
-    known. losses: what the step returned. examples: those it used, if asked. rest: other state that has changed, as it
-    is after the step. rates: the optimizers' settings. raw: the gradients of the backward pass, on one device. calls,
-    modules: what batch normalization and each module got, for the driver."""
-
-    changes: list[Arrays]
-    grads: list[Arrays] = field(default_factory=list)
-    losses: list[np.ndarray] = field(default_factory=list)
-    examples: Shards = ()
-    rest: list[Arrays] = field(default_factory=list)
-    rates: list[dict[str, float]] = field(default_factory=list)
-    raw: list[Arrays] = field(default_factory=list)
-    calls: list[Any] = field(default_factory=list)
-    modules: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class Session:
-    """Steps that were taken one after the other. start: the parameters of each device before the first step. failure:
-    why the steps ended early; late: because of the time limit. facts: see `Driver.run`."""
-
-    start: list[Arrays] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    failure: str = ""
-    late: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, before: list[Arrays], after: list[Arrays], losses: Sequence[np.ndarray] = ()) -> None:
-        """Add a step. before, after: the parameters of each device."""
-        changes = [{n: a - old[n] for n, a in new.items()} for old, new in zip(before, after)]
-        self.steps.append(Step(changes, losses=[*losses]))
-
-
-class Driver:
-    """Takes steps with one framework. unit: "device" or "process". divides: what divides a batch. infers: whether
-    `split` only infers the examples from gradients. still: the claim and the reason if no step changes anything.
-    uneven: whether a batch can be uneven. notes: for the user, after `checks`. advice: what to do in this framework,
-    for {what is wrong}."""
-
-    unit = "device"
-    divides = "the step"
-    infers = False
-    still = "update", "the steps on one device do not change the parameters; assign in place"
-    image_shape: Sequence[int] = (1, 28, 28)
-    classes = 10
-    uneven = True
-    advice: Mapping[str, str] = {
-        "not summed": "sum them before the update",
-        "replicas": "sum all gradients before the update",
-        "statistics": "average them, or send those of the first to the others",
-        "left": "set them to 0 after each update",
-    }
-
-    @cached_property
-    def notes(self) -> list[str]:
-        return []
-
-    def batch(self, i: int, n: int) -> Any:
-        """Batch i, of n examples. Here, random images and labels."""
-        rng = np.random.default_rng(i)
-        return rng.random((n, *self.image_shape), np.float32), rng.integers(0, self.classes, n).astype(np.int32)
-
-    def take(self, batch: Any, examples: Sequence[int]) -> Any:
-        """Some examples of a batch."""
-        return tuple(array[[*examples]] for array in batch)
-
-    def split(self, k: int, batch: Any, n: int) -> Shards | None:
-        """The examples on each of k devices; None if unknown."""
-        return None
-
-    def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        """Take a step with each batch on k devices, with a fresh copy of the user's code.
-
-        double: in float64. shards: for each batch, what batch normalization sees at a time. seed: of the random numbers
-        that a step draws. clear: set gradients that a step leaves to 0. clips: False: no gradient is clipped. Facts:
-        "normalized": whether the network has batch normalization; "statistics": the names of its running statistics;
-        "synced": those that a step makes equal, or True for all; "params": what is trained, if known; "low": the lowest
-        precision that is used; "how": for the user; "left": whether a step leaves gradients; "reason": why the step
-        cannot be compared.
-        """
-        raise NotImplementedError
-
-    def clips(self) -> bool:
-        """Whether a step has clipped gradients."""
-        return False
-
-    def missed(self) -> list[str]:
-        """Lines, conditions and limits that no step has reached."""
-        return []
-
-    def stress(self) -> dict[str, dict[str, Any]]:
-        """What may reach them: options of `run`."""
-        return {}
-
-    def begins(self, k: int, batches: Sequence[Any], **options: Any) -> str:
-        """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
-        return ""
-
-    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
-        """What else can be said after the steps on k devices, most important first. is_wrong: if they differ."""
-        yield from ()
 
 
 @dataclass
@@ -373,7 +282,7 @@ class _Comparison:
         """Whether step i on several devices is another one."""
         several, one, double = self._sides(i)
         statistics = [{n: change[n] for n in self.unsynced} for change in self.several.steps[i].changes]
-        losses = _losses(several.losses, one.losses, self.sizes[i])
+        losses = wrong_losses(several.losses, one.losses, self.sizes[i])
         return bool(names_that_differ(statistics) or losses or self._wrong_arrays(several, one, double))
 
     def _wrong_arrays(self, several: Step, one: Step, double: bool) -> list[str]:
@@ -470,8 +379,8 @@ class _Comparison:
                 "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
                 "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
             }
-            cause = evidence.update(tests, _are_means(steps[0].losses, steps[1].losses))
-        losses = _losses(steps[0].losses, steps[1].losses, n)
+            cause = evidence.update(tests, are_means(steps[0].losses, steps[1].losses))
+        losses = wrong_losses(steps[0].losses, steps[1].losses, n)
         if losses and (replicas or cause[0] != "sum"):
             return "losses", losses
         return ("replicas", replicas) if replicas else cause
@@ -660,7 +569,7 @@ class Evidence:
         if tests["unclipped"]():
             return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
         elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = "the update" + _where(elements, whole, self.every)
+        where = "the update" + places(elements, whole, self.every)
         values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
         weights = fitted(values, columns, 1e-3 * norm(values))
         if weights is not None:
@@ -725,133 +634,3 @@ class Evidence:
             by = "unless all examples are the same: labels may be those of others"
             advice = "divide X and y in the same way, and use what depends on other examples as on one"
         return "update", f"{where} differs from that of one {unit}, {by}; {advice}{tests['begins']()}"
-
-
-def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
-    """Whether each of n examples is on exactly one device. shards: the indices of the examples on each device;
-    negative or too large: not an example of this batch."""
-    indices = [list(shard) for shard in shards]
-    found, batch, k = sorted(sum(indices, [])), list(range(n)), len(indices)
-    if found == batch:
-        return ""
-    if not {*found} <= {*batch}:
-        return f"{function} returns examples of an earlier batch, or changes them; make a new copy of each batch"
-    if k > 1 and all(shard == indices[0] for shard in indices):
-        part = "whole batch" if len(indices[0]) == n else "same shard"
-        return f"{function} gives the {part} to each of {k} {UNITS[unit]}; give each a different part"
-    if missing := n - len({*found}):
-        advice = "with a remainder, some shards need one more example" if n % k else "return each example once"
-        return f"{function} drops {missing} of {n} examples; {advice}"
-    return f"{function} gives some of {n} examples to several {UNITS[unit]}"
-
-
-def not_finite(step: Step) -> str:
-    """Whether all numbers of a step are finite."""
-    arrays = {"losses": np.concatenate([*step.losses, np.zeros(0)]), **step.changes[0]}
-    wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
-    if not wrong:
-        return ""
-    value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
-    where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
-    return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
-
-
-def moves(step: Step) -> bool:
-    """Whether a step changes something on the first device."""
-    return any(a.any() for a in step.changes[0].values())
-
-
-def join_parts(devices: list[Arrays], name: str, whole: np.ndarray | None, extra: int) -> None:
-    """Put an array together, if each device has a part of it. extra: axes before those of the array."""
-    parts = [arrays[name] for arrays in devices if name in arrays]
-    if whole is None or len(parts) < len(devices) or any(part.shape[extra:] == whole.shape for part in parts):
-        return
-    flat_parts = [part.reshape(*part.shape[:extra], -1) for part in parts]
-    if sum(part.shape[-1] for part in flat_parts) == whole.size and len({p.shape[:-1] for p in flat_parts}) == 1:
-        joined = np.concatenate(flat_parts, axis=-1).reshape(*flat_parts[0].shape[:-1], *whole.shape)
-        for arrays in devices:
-            arrays[name] = joined
-
-
-def common(first: Arrays, second: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays that both have, in the same shape."""
-    names = [name for name, a in second.items() if name in first and first[name].shape == a.shape]
-    return {name: first[name] for name in names}, {name: second[name] for name in names}
-
-
-def tolerances(arrays: Arrays) -> dict[str, float]:
-    """How far arrays of float64 may be apart."""
-    least = 1e-2 * norm(flat(arrays, [*arrays]))
-    return {name: TOLERANCE["float64"] * max(norm(a), least) for name, a in arrays.items()}
-
-
-def _losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
-    """Whether the losses that the step returns are those of the examples, if it returns one for each."""
-    expected, found = (np.concatenate([*map(np.ravel, losses), np.zeros(0)]) for losses in (one, several))
-    if len(expected) != n or len(found) != n or equal_losses(found, expected):
-        return ""
-    advice = "compute each as on one device, from its own image and label"
-    return f"the losses are not those of the batch; divide X and y in the same way, and {advice}"
-
-
-def _are_means(several: Sequence[np.ndarray], one: Sequence[np.ndarray]) -> bool:
-    """Whether each device returns one loss, and these are the means of the shards."""
-    is_single = all(len(losses) == 1 for losses in [*several, *one]) and len(one) == 1
-    return is_single and bool(np.isclose(np.mean(several), one[0][0], rtol=1e-4))
-
-
-def equal_losses(losses: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether losses are the same, in any order."""
-    return losses.shape == expected.shape and np.allclose(np.sort(losses), np.sort(expected), rtol=1e-4, atol=1e-4)
-
-
-def distance(change: Arrays, expected: Arrays, names: Sequence[str], trim: bool = True) -> float:
-    """How far an update is from another, relative to its size. trim: without the tenth of the elements that are
-    farthest, because an optimizer such as Adam makes a large step of a gradient that is 0 except for rounding."""
-    error = np.sort(np.abs(flat(change, names) - flat(expected, names)))
-    return norm(error[: len(error) - trim * len(error) // 10]) / (norm(flat(expected, names)) or 1)
-
-
-def norm(array: Any) -> float:
-    return float(np.linalg.norm(array))
-
-
-def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
-    return np.concatenate([np.ravel(arrays[name]) for name in names] or [np.zeros(0)])
-
-
-def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
-    """The arrays that differ by more than a bound, or are not finite."""
-    return [n for n, array in expected.items() if n in change and not norm(change[n] - array) <= bound[n]]
-
-
-def _where(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
-    """In which arrays an update is wrong, or in which part of one; empty: in most of all. wrong: for each element.
-    every: the names of what changes."""
-    right = [name for name in every - {*wrong} if name not in expected or expected[name].any()]
-    if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
-        return ""
-    counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
-    return " of " + some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
-
-
-def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
-    """The weights with which a result is a sum of parts, except for a rest; None if it is no such sum, or too short to
-    tell."""
-    if result.size <= len(parts) or not np.isfinite(result).all():
-        return None
-    columns = np.stack([np.ravel(part) for part in parts], axis=1)
-    weights = np.linalg.lstsq(columns, np.ravel(result), rcond=1e-6)[0]
-    return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
-
-
-def some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def names_that_differ(devices: Sequence[Arrays]) -> str:
-    """The first names of arrays that are not the same on all devices."""
-    if not devices:
-        return ""
-    first, *others = devices
-    return some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

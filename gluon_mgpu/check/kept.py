@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check.judge import Arrays
+from gluon_mgpu.check.driver import Arrays
 
 Path = tuple[Any, ...]  # the variable, and the keys, indices and attributes that follow
 

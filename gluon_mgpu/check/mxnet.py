@@ -26,7 +26,9 @@ from mxnet.ndarray import NDArray
 import gluon_mgpu.check.judge as judge
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards
+from gluon_mgpu.check.arrays import equal_losses, fitted, norm
+from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.judge import Report
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
 from gluon_mgpu.check.trainer import own_trainer
@@ -298,12 +300,12 @@ class MXNet(Driver):
         one, still, several = (np.concatenate(session.steps[0].losses) for session in sessions)
         if not len(one) == len(several) == n:
             return f"a step on {n} examples returns {several.size} losses; return one for each example"
-        if not judge.equal_losses(one, still):
+        if not equal_losses(one, still):
             return "losses are computed with parameters that this step has changed; update last"
         halves = [self.run(1, [self.take(batch, range(i, n, 2))]) for i in (0, 1)]
         if not sessions[0].facts["normalized"] and all(half.steps for half in halves):
             alone, found = (np.sort(np.concatenate(some)) for some in ([h.steps[0].losses[0] for h in halves], [one]))
-            if judge.fitted(found, [alone], 1e-3 * judge.norm(found)) is None:
+            if fitted(found, [alone], 1e-3 * norm(found)) is None:
                 self.notes.append(
                     "warning: an example's loss depends on the other examples of the batch; if the network does not "
                     "mix examples, look for labels of other images"

@@ -32,7 +32,8 @@ import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 import gluon_mgpu.check.watch as watch
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.judge import Arrays, Claim, Driver, Report, Session, Shards, Step, compare
+from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards, Step
+from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.check.state import State, array_of, leaves, rows_of, taken
 from gluon_mgpu.check.watch import Float64, Normalization, Watch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gluon_mgpu.check.judge import Arrays
+from gluon_mgpu.check.driver import Arrays
 from gluon_mgpu.check.processes import is_users
 
 PREFIX = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")  # of DDP and torch.compile in parameters' names

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gluon_mgpu.check.processes as processes
-from gluon_mgpu.check.judge import Shards
+from gluon_mgpu.check.driver import Shards
 from gluon_mgpu.check.state import array_of
 
 COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import click
 
 from gluon_mgpu import check as checks
-from gluon_mgpu.check.judge import UNITS, Report
+from gluon_mgpu.check.driver import UNITS
+from gluon_mgpu.check.judge import Report
 from gluon_mgpu.commands import common
 from gluon_mgpu.compat import devices
 from gluon_mgpu.support import log
