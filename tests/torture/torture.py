@@ -271,7 +271,7 @@ def read_checkpoint(folder):
     """What `evaluate` and `train --resume` do with the facts of a checkpoint."""
     run = evaluate.read(folder)
     assert "\x1b" not in str(run.position)
-    run.recorded.resumed({}).learning_rate(run.position.steps, 10)
+    run.config.resumed({}).learning_rate(run.position.steps, 10)
 
 
 def make_own_data(rng):
