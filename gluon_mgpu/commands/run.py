@@ -15,7 +15,7 @@ from gluon_mgpu.commands import common
 from gluon_mgpu.compat import startup
 from gluon_mgpu.old import contexts, environment, packages, prepare
 from gluon_mgpu.support import log
-from gluon_mgpu.support.errors import UsageError, command
+from gluon_mgpu.support.errors import UsageError, command, setting
 from gluon_mgpu.support.params import FILE
 
 LONGEST = 1000  # characters of a program and its arguments that an error repeats
@@ -96,8 +96,8 @@ def python_and_settings(
 @common.option(
     "--environment",
     "action",
-    type=click.Choice(["show", "remove", "renew"]),
-    help="Show, remove or renew the environments, without a program.",
+    type=click.Choice(["show", "remove"]),
+    help="Show or remove the environments, without a program.",
 )
 @click.argument("program", metavar="PROGRAM|NOTEBOOK", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
@@ -116,12 +116,11 @@ def run(
     GPU, and replaces the dead downloads of MNIST and Fashion-MNIST. Otherwise, it is the same as `python PROGRAM`."""
     startup.check_environment()
     if action is not None:
-        if program is not None:
-            raise UsageError(None, program, "omit the program with --environment")
-        if action != "show":
+        given = {name: value for name, value in {**options, "out": out}.items() if value not in (None, False, ())}
+        if others := [*filter(None, [program]), *(setting(name) for name in given)]:
+            raise UsageError("action", action, f"shows or removes all environments; omit {others[0]}")
+        if action == "remove":
             environment.remove()
-        if action == "renew":
-            python_and_settings(**options)
         click.echo("\n".join(environment.described()) or "no environments")
         return
     if program is None:

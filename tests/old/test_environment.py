@@ -106,6 +106,7 @@ def test_other_pins_and_added_packages_have_their_own_and_removal_removes_all(fo
     (environment.folder() / "python.txt").touch()  # not an environment
     assert [" MB: " in line for line in environment.described()] == [True] * 4
     assert runs.gluon_mgpu("run", "--environment", "show").stdout.count("\n") == 4
+    assert runs.gluon_mgpu("run", "--environment", "remove", "--with", "x").returncode == 2
     assert runs.gluon_mgpu("run", "--environment", "remove").stdout == "no environments\n"
 
 
