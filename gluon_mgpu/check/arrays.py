@@ -135,6 +135,24 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def differ(names: Sequence[str], how: str = "") -> str:
+    return f"{some(names)} {how}{'differs' if len(names) == 1 else 'differ'}"
+
+
+def them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether arrays have the same shape and elements; nan is equal to nan."""
+    return np.array_equal(a, b, equal_nan=True)
+
+
+def near(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
+    """Whether arrays are equal, or differ by at most a limit (a norm)."""
+    return equal(a, b) or norm(a - b) <= limit < np.inf
+
+
 def names_that_differ(devices: Sequence[Arrays]) -> str:
     """The first names of arrays that are not the same on all devices."""
     if not devices:

@@ -35,10 +35,12 @@ class Step:
 
 @dataclass
 class Session:
-    """Steps that were taken one after the other. start: the parameters of each device before the first step. failure:
-    why the steps ended early; late: because of the time limit. facts: see `Driver.run`."""
+    """Steps that were taken one after the other. start: the parameters of each device before the first step. kept:
+    other state then; empty: the steps list only what has changed. failure: why the steps ended early; late: because of
+    the time limit. facts: see `Driver.run`."""
 
     start: list[Arrays] = field(default_factory=list)
+    kept: list[Arrays] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     failure: str = ""
     late: bool = False

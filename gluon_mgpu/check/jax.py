@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -123,7 +124,7 @@ class JAX(Driver):
                 session.add(before, after)
                 session.steps[-1].rest = rest
             else:
-                session.start = after
+                session.start, session.kept = after, rest
         self.draws |= bool(session.facts.get("draws"))
         if k == 1 and session.start:
             self.one = {name: a.shape for name, a in session.start[0].items()}
@@ -192,9 +193,9 @@ class Side:
         self._watch()
         state = jax.tree.map(self._own, state)
         now, done = self._read(state), reached.Done()
-        send((self.facts, done, now, now, []))
+        send((self.facts, done, now, now, kept(module, jax.devices())))
         for batch in batches:
-            with reached.traced(done):
+            with nullcontext() if self.double else reached.traced(done):  # it takes long; the lines are the same
                 before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
             now, rest = self._read(state), kept(module, jax.devices())
             self.facts["others"] = [*rest[0]]

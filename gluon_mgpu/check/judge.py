@@ -17,17 +17,21 @@ from gluon_mgpu.check.arrays import (
     TOLERANCE,
     are_means,
     common,
+    differ,
     distance,
+    equal,
     far,
     fitted,
     flat,
     join_parts,
     moves,
     names_that_differ,
+    near,
     norm,
     not_finite,
     places,
     some,
+    them,
     tolerances,
     wrong_losses,
     wrong_split,
@@ -186,7 +190,8 @@ class _Comparison:
                 own.append(name)
         self._delete(own)
         if own:
-            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it if evaluation uses it")
+            advice = f"synchronize {them(own)} if evaluation uses {them(own)}"
+            self._note(f"warning: {differ(own)} between the {UNITS[self.unit]}; {advice}")
 
     def _changes(self, session: Session) -> list[list[Arrays]]:
         return [step.changes for step in session.steps]
@@ -265,7 +270,7 @@ class _Comparison:
                 if i <= self.first or uneven:
                     return i, *self._diagnose(i)
                 return i, "update", self._later(i)
-        if len(self.one.steps) == self.steps:
+        if len(self.one.steps) < len(self.sizes):
             self.notes.append(
                 f"warning: uneven batches ({self.sizes[-1]} examples) are not compared, because they fail on one "
                 f"{self.unit}: {self.one.failure}"
@@ -331,7 +336,9 @@ class _Comparison:
         names = f" ({some(wrong)})" if wrong and right else ""
         own, others = self._rest(i - 1)
         advice = (
-            f"before it, {some(own + others)} is another one; compute it from all examples" if own + others else LEFT
+            f"{differ(own + others, 'already ')} before this step; compute {them(own + others)} from all examples"
+            if own + others
+            else LEFT
         )
         return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {advice}"
 
@@ -401,14 +408,17 @@ class _Comparison:
 
     def _right(self) -> Iterator[Claim]:
         """The claims if each step is the same in the precision in which they were compared."""
-        changes = self.several.steps[0].changes
-        if rounded := names_that_differ([{n: a for n, a in c.items() if n not in self.ignored} for c in changes]):
+        compared = (
+            [{n: a for n, a in change.items() if n not in self.ignored} for change in step.changes]
+            for step in self.several.steps[self.first :]
+        )
+        if rounded := next(filter(None, map(names_that_differ, compared)), ""):
             advice = "add in the same order in each, or they drift apart"
             self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
         if self.one.facts.get("left"):
             cleared = self._run(1, self.batches, clear=True, shards=self.shards)
-            pairs = zip(cleared.steps[:2], self.one.steps[:2])
+            pairs = zip(cleared.steps[self.first :], self.one.steps[self.first :])
             if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
                 left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
         yield "update", left
@@ -448,18 +458,22 @@ class _Comparison:
         yield "update", reason if apart > max(1e-2, rounding, 8 * of_one) else ""
 
     def _rest(self, i: int) -> tuple[list[str], list[str]]:
-        """Other state, such as a moving average in an attribute, that is another one after step i: on each device, or
-        than on one."""
+        """Other state that steps change, such as a moving average in an attribute, that differs after step i: between
+        the devices, or from that on one."""
         several, one, double = self._sides(i)
+        sessions = self.double if double else (self.several, self.one)
+        starts = [*sessions[1].kept, *sessions[0].kept]
         own, others = list[str](), list[str]()
         for name, value in one.rest[0].items() if one.rest else ():
             found = [rest.get(name, np.zeros(0)) for rest in several.rest]
             if any(a.shape != value.shape for a in found):
                 continue
+            if starts and all(equal(a, start.get(name, ())) for a, start in zip([value, *found], starts)):
+                continue  # a constant, such as the number of devices
             limit = TOLERANCE["float64" if double else self.low] * max(norm(value), *map(norm, found))
-            if all(norm(a - value) <= limit for a in found):
+            if all(near(a, value, limit) for a in found):
                 continue
-            if all(norm(a - found[0]) <= limit for a in found):
+            if all(near(a, found[0], limit) for a in found):
                 others.append(name)
             elif name in self.one.facts.get("others", ()):
                 own.append(name)
@@ -468,11 +482,13 @@ class _Comparison:
     def _compare_rest(self) -> None:
         """Warn of other state that changes otherwise than on one device."""
         own, others = self._rest(self.steps - 1)
-        advice = "if evaluation, a checkpoint or a later step uses it"
+        advice = "if evaluation, a checkpoint or a later step uses"
         if own:
-            self._note(f"warning: each {self.unit} has another {some(own)}; synchronize it {advice}")
+            where = f"between the {UNITS[self.unit]}; synchronize {them(own)}"
+            self._note(f"warning: {differ(own)} {where} {advice} {them(own)}")
         if others:
-            self._note(f"warning: {some(others)} is another one than on one {self.unit}; correct it {advice}")
+            where = f"from {'that' if len(others) == 1 else 'those'} on one {self.unit}; correct {them(others)}"
+            self._note(f"warning: {differ(others)} {where} {advice} {them(others)}")
 
     def _under_stress(self) -> Iterator[Claim]:
         """Whether the step is right, too, if it reaches lines and limits that it did not reach."""

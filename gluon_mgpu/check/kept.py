@@ -26,6 +26,8 @@ def kept(module: ModuleType, devices: Sequence[Any], **more: Any) -> list[Arrays
     for path, value in _walk({**more, **own}, (), module.__name__, set()):
         device = str(getattr(value, "context", "") or getattr(value, "device", ""))
         array = _copied(value)
+        if array is None:
+            continue
         for rank, arrays in enumerate(found):
             if rank and device == names[rank]:
                 for other in _on_first(path, rank, names):
@@ -67,10 +69,15 @@ def _is_own(value: Any, module: str) -> bool:
     return kind.__module__ == module or hasattr(value, "_children")
 
 
-def _copied(value: Any) -> np.ndarray:
-    """In float64."""
-    array = value.asnumpy() if hasattr(value, "asnumpy") else np.array(value)
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+def _copied(value: Any) -> np.ndarray | None:
+    """In float64; None if it does not convert to numbers, such as text or a key of jax.random."""
+    if hasattr(value, "asnumpy"):
+        return value.asnumpy().astype(np.float64)
+    try:
+        array = np.array(value)
+        return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+    except Exception:
+        return None
 
 
 def _on_first(path: Path, rank: int, devices: Sequence[str]) -> Iterator[Path]:

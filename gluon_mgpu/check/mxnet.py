@@ -200,6 +200,7 @@ class MXNet(Driver):
                 grads = list[dict[str, list[np.ndarray]]]()
                 session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
                 session.start = _arrays(model)
+                session.kept = kept(model.lesson, model.ctx, net=net, trainer=trainer)
                 if k > 1 and not double:
                     self.placed = self._misplaced(model)
                 model.load(spread(session.start[0]))

@@ -255,6 +255,8 @@ class PyTorch(Driver):
         examples whose gradients a step computes. trace: note each module's rows. factor: of the gradients. scale: of
         the inputs; if it is not finite, only of the last example and the last process."""
         is_last = rank == world - 1
+        is_stress = (factor, scale) != (1, 1)
+        is_traced = is_stress or not (double or seed or trace)  # it takes long, and the others run the same lines
         seen = Watch(factor if np.isfinite(factor) or is_last else 1, clips)
         take_step = self.reference if world == 1 and self.reference else self.take_step
         if double or world == 1:
@@ -308,7 +310,8 @@ class PyTorch(Driver):
                 with ExitStack() as stack:
                     if trace:
                         stack.enter_context(watch.traced_modules(state.named_modules(), calls))
-                    stack.enter_context(reached.traced(done))
+                    if is_traced:
+                        stack.enter_context(reached.traced(done))
                     losses = take_step(given, part)
                 if world > 1:
                     seen.refuse_unfinished()

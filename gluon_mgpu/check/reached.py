@@ -29,7 +29,7 @@ def traced(done: Done) -> Iterator[None]:
             return None
         here = done.setdefault((code.co_filename, code.co_firstlineno, code.co_name), set())
         conditions, last = _conditions(code), -1
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes = bool(conditions)
 
         def step(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
             nonlocal last
@@ -54,8 +54,11 @@ def traced(done: Done) -> Iterator[None]:
 
 @cache
 def _conditions(code: CodeType) -> dict[int, tuple[int, int]]:
-    """The line and the target of each conditional jump."""
+    """The line and the target of each conditional jump, if the function has conditions that depend on data."""
     found, line = dict[int, tuple[int, int]](), code.co_firstlineno
+    function = _functions(code.co_filename).get((code.co_firstlineno, code.co_name))
+    if not function or not _varied(function):
+        return found
     starts = dict(dis.findlinestarts(code))
     for instruction in dis.get_instructions(code):
         line = starts.get(instruction.offset) or line
@@ -78,7 +81,7 @@ def missed(done: Done) -> list[str]:
                 conditions |= _one_sided(function, [x for x in here if not isinstance(x, int)], not_run)
         where = "" if file == main else f" of {Path(file).name}"
         found += [(f"line {a}" if a == b else f"lines {a} to {b}") + where for a, b in _ranges(sorted(lines))]
-        found += [f"the other result of the condition in line {line}{where}" for line in sorted(conditions)]
+        found += [f"the other branch of the condition in line {line}{where}" for line in sorted(conditions)]
     return found
 
 
@@ -97,13 +100,18 @@ def _lines(function: ast.FunctionDef, ran: set[int]) -> set[int]:
 def _one_sided(function: ast.FunctionDef, jumps: list[Any], not_run: set[int]) -> set[int]:
     """The lines of conditions that depend on data and had one result, unless this left lines out. jumps: see `Done`."""
     found = set[int]()
-    for node in ast.walk(function):
-        if isinstance(node, (ast.If, ast.IfExp)) and _depends_on_data(node.test):
-            results = {x[1:] for x in jumps if node.test.lineno <= x[0] <= (node.test.end_lineno or 0)}
-            is_whole = isinstance(node, ast.If) and not_run & {*range(node.lineno, (node.end_lineno or 0) + 1)}
-            if results and len({offset for offset, _ in results}) == len(results) and not is_whole:
-                found.add(node.lineno)
+    for node in _varied(function):
+        results = {x[1:] for x in jumps if node.test.lineno <= x[0] <= (node.test.end_lineno or 0)}
+        is_whole = isinstance(node, ast.If) and not_run & {*range(node.lineno, (node.end_lineno or 0) + 1)}
+        if results and len({offset for offset, _ in results}) == len(results) and not is_whole:
+            found.add(node.lineno)
     return found
+
+
+def _varied(function: ast.FunctionDef) -> list[ast.If | ast.IfExp]:
+    """The conditions that depend on data."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, (ast.If, ast.IfExp))]
+    return [node for node in nodes if _depends_on_data(node.test)]
 
 
 def _depends_on_data(test: ast.expr) -> bool:

@@ -111,7 +111,8 @@ class State:
         everywhere = [*self.tensors.values(), *self.others.values()]
         if not isinstance(value, float) and any(value is other for other in everywhere):
             return ""
-        name = name if name not in to else f"{name}'"
+        while name in to:
+            name += "'"
         to[name] = value
         return name
 

@@ -27,7 +27,12 @@ import gluon_mgpu.check.processes as processes
 from gluon_mgpu.check.driver import Shards
 from gluon_mgpu.check.state import array_of
 
-COLLECTIVES = "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor".split()
+COLLECTIVES = (
+    "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor gather scatter all_to_all "
+    "all_to_all_single reduce_scatter"
+).split()
+SENDS = "isend irecv".split()
+NO_WAIT = {"is_completed", "is_success"}  # what one can ask without waiting
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DOUBLE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 DRAWS = {"rand", "randn", "normal", "rand_like", "randn_like"}
@@ -49,8 +54,10 @@ class Watch:
         self.depth = 0
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
-        for name in COLLECTIVES:
+        for name in [*COLLECTIVES, *SENDS]:
             setattr(dist, name, self._watched(getattr(dist, name)))
+        for name in SENDS:  # P2POp takes only the functions of this module
+            setattr(dist.distributed_c10d, name, getattr(dist, name))
         enter = torch.autocast.__enter__
 
         def noted(autocast: Any) -> Any:
@@ -112,9 +119,9 @@ class Watch:
 
     def refuse_unfinished(self) -> None:
         for work, line in self.works:
-            if not work.mock_calls:
+            if {name for name, *_ in work.mock_calls} <= NO_WAIT:
                 advice = "does not wait(); wait before the update"
-                raise RuntimeError(f"line {line} begins a sum with async_op=True and {advice}")
+                raise RuntimeError(f"line {line} begins an asynchronous operation and {advice}")
 
     def _watch_limits(self, clips: bool) -> None:
         """Note whether gradients are clipped and updates are skipped."""

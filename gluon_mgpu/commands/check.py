@@ -60,7 +60,7 @@ CLAIMS = {
     "--seconds",
     type=FloatRange(1),
     default=60,
-    help="Time limit for a step in PyTorch; in JAX, five times that for all steps.",
+    help="Time limit for a step.",
 )
 @common.settings(*OF_LESSONS, gpus=DEVICES, dataset=OWN)
 @click.pass_context

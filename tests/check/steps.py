@@ -262,6 +262,30 @@ def over_calls(n, synchronized):
     return step
 
 
+def never_zeroed(state, part):
+    """Updates in every second call."""
+    net, trainer, counter = state
+    loss_of(net, part).backward()
+    counter["calls"] += 1
+    if counter["calls"] % 2 == 0:
+        trainer.step()
+
+
+def gathering(state, part):
+    loss, rank = plain(state, part).detach(), dist.get_rank()
+    work = dist.gather(loss, [loss.clone() for _ in range(dist.get_world_size())] if rank == 0 else None, async_op=True)
+    work.is_completed()
+
+
+def ring(state, part):
+    loss, rank, world = plain(state, part).detach(), dist.get_rank(), dist.get_world_size()
+    if world > 1:
+        left, right = (rank - 1) % world, (rank + 1) % world
+        ops = [dist.P2POp(dist.isend, loss, right), dist.P2POp(dist.irecv, torch.zeros(()), left)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
 def counting(rank, world):
     return *ddp(rank, world), {"calls": 0}
 
@@ -411,6 +435,7 @@ RIGHT = {
     "complex numbers": (spectral, plain, EVEN),
     "bf16 hook": (hooked(bf16_compress_hook), plain, EVEN),
     "8 calls": (counting, over_calls(8, True), EVEN),
+    "a ring": (ddp, ring, EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -445,6 +470,8 @@ WRONG = {
     "weights": (ddp, weighted, EVEN, "no sum over examples"),
     "warm-up": (warmed_up, plain, EVEN, "own gradients"),
     "a critic": (two_losses, critic_not_summed, EVEN, "[0].weight, [0].bias"),
+    "gradients that are never set to 0": (counting, never_zeroed, EVEN, "zero_grad"),
+    "a gather that is not awaited": (ddp, gathering, EVEN, "wait"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
 }
 UNKNOWN = {

@@ -138,6 +138,22 @@ def test_a_right_step_is_not_accused(compared, case):
     assert report.status == SAME, report.explain()
 
 
+# after imports: what is no number, and what no step changes
+CONSTANTS = {
+    "none": "",
+    "text and a key": 'CLASSES = np.array(["shirt", "coat"])\nKEY = jax.random.key(0)\n',
+    "limits": 'BEST, LAST, K = float("inf"), float("nan"), jax.device_count()\n',
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["limits", *(pytest.param(case, marks=pytest.mark.slow) for case in ("none", "text and a key"))]
+)
+def test_constants_of_a_file_give_no_warning(compared, case):
+    report = compared(SHARDED + CONSTANTS[case])
+    assert report.status == SAME and "warning" not in report.explain(), report.explain()
+
+
 @pytest.mark.slow
 def test_the_docs_form_with_shardings_can_be_checked():
     assert check.compare_file(str(ROOT / "docs/jax/sharding.py"), (2,), steps=1).status == SAME

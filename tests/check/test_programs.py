@@ -156,6 +156,19 @@ def test_the_steps_of_real_programs(pytorch, table, case, reason):
     assert reason in ("".join(report["notes"]) if table == "NOTED" else report["line"])
 
 
+STATE = """
+import torch
+from gluon_mgpu.check.state import State
+a, b, c = (torch.full((2,), float(i)) for i in range(3))
+print(sorted(x[0].item() for x in State.of({"x": {"y": {"z": a}, "y.z": b}, "x.y": {"z": c}}, len).tensors.values()))
+"""
+
+
+@torch
+def test_values_of_the_same_name_are_all_found(pytorch):
+    assert pytorch.run([sys.executable, "-c", STATE]).out == "[0.0, 1.0, 2.0]\n"
+
+
 THREADS = """
 import os
 import gluon_mgpu.check.pytorch as pytorch
