@@ -88,12 +88,15 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
                 advice = "" if ties else "; a larger --tolerance accepts them"
                 raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
             if to == "pytorch":
-                differing, uncompared = to_pytorch.differences(network, base, tolerance)
-                if differing:
-                    what = "; ".join(differing[:3]) + f"; and {len(differing) - 3} more" * (len(differing) > 3)
-                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written")
+                words, tolerable, uncompared = to_pytorch.differences(network, base, tolerance)
+                if words:
+                    what = "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
+                    advice = "; if MXNet's gradients are wrong, a larger --tolerance accepts these" * tolerable
+                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written{advice}")
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
+    except SyntaxError as failure:  # a rule wrote wrong code
+        raise Error(f"{prefix}: cannot be written (wrong Python code: {failure.msg}: {failure.text})") from None
     except (OSError, mx.MXNetError) as failure:
         for file in files:
             with suppress(OSError):  # it was never created
@@ -107,7 +110,7 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
     report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
     if to == "pytorch" and uncompared:
-        report += f"gradients were not compared ({uncompared})\n"
+        report += f"{uncompared}\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
     if any(map(has_lengths, network.graph["nodes"])):

@@ -7,16 +7,16 @@ float64 if MXNet can compute in it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
-from mxnet.ndarray import NDArray
 
 from gluon_mgpu.convert.exported import Exported, as_arrays, as_float64, last_line
 
@@ -27,42 +27,72 @@ SMALLEST_IMAGE = 64
 TOLERANCE = {"float64": 1e-4, "float32": 0.05}
 
 
+class Differences(NamedTuple):
+    """words: what differs, a phrase for each parameter. tolerable: whether a larger tolerance accepts it. uncompared:
+    what was not compared, and why, or ""."""
+
+    words: list[str]
+    tolerable: bool
+    uncompared: str
+
+
 def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("float64", "float32")) -> None:
     """Compute the gradients with MXNet, in the first of these types in which it can, and write what COMPARE needs into
     the folder BASE.gradients: inputs and gradients of outputs, and 0.npy, 1.npy, ... for the parameters and inputs in
     the order of index.json.
+
+    If it can in no type, outputs without a gradient, such as indices, are left out: in the type that leaves out fewer.
     """
     network, inputs = _without_noise(network), _inputs(network)
     training = all(X.shape[network.batch_axes.get(name, 0)] > 1 for name, X in zip(network.inputs, inputs) if X.ndim)
     if sum(array.size for array in network.params.values()) > LARGEST:
         dtypes = dtypes[-1:]
     os.makedirs(f"{base}.gradients", exist_ok=True)
-    for dtype in dtypes:
-        index = {"dtype": dtype, "training": training, "inputs": network.inputs}
-        try:
-            index["order"] = _write(network, inputs, dtype, training, f"{base}.gradients")
-            break
-        except Exception as failure:  # MXNet raises several types, such as for operators that compute only in float32
-            index["failure"] = last_line(failure)
+    index: dict[str, Any] = {"training": training, "inputs": network.inputs}
+    outputs = [*range(len(network.graph["heads"]))]
+    try:
+        for dtype in dtypes:
+            gradients = _Gradients(network, inputs, dtype, training)
+            if not (reason := gradients.compute(outputs)):
+                break
+        else:
+            assert reason
+            parts = {dtype: _Gradients(network, inputs, dtype, training).differentiable() for dtype in dtypes}
+            dtype = max(dtypes, key=lambda dtype: len(parts[dtype]))
+            gradients, outputs = _Gradients(network, inputs, dtype, training), parts[dtype]
+            if not outputs or gradients.compute(outputs):
+                raise reason
+            index["reason"] = last_line(reason)
+        gradients.save(f"{base}.gradients", outputs)
+        index |= {"dtype": dtype, "order": gradients.names}
+    except Exception as failure:  # MXNet raises several types
+        index["failure"] = last_line(failure)
     Path(f"{base}.gradients", "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def differences(network: Exported, base: str, tolerance: float) -> tuple[list[str], str]:
-    """What differs in the module that was written, after COMPARE has run: a phrase for each parameter; and why nothing
-    could be compared, or ""."""
+def failed(base: str) -> bool:
+    """Whether MXNet or PyTorch could compute no gradients."""
+    return "failure" in json.loads(Path(f"{base}.gradients", "index.json").read_text(encoding="utf-8"))
+
+
+def differences(network: Exported, base: str, tolerance: float) -> Differences:
+    """What differs in the module that was written, after COMPARE has run."""
     found = json.loads(Path(f"{base}.gradients", "index.json").read_text(encoding="utf-8"))
     if "failure" in found:
-        return [], found["failure"]
+        return Differences([], False, f"gradients were not compared ({found['failure']})")
     here, there, errors = trained(network), {*found["trained"]}, found["errors"]
     words = [f"MXNet trains {name!r}, PyTorch does not" for name in sorted(here - there) if errors[name]]
     words += [f"PyTorch trains {name!r}, MXNet does not" for name in sorted(there - here)]
     limit = max(tolerance, TOLERANCE[found["dtype"]])
-    words += [
-        f"the gradient of {name!r} differs by {error:.2g} (relative)"
+    larger = {
+        name: error
         for name, error in errors.items()
         if name in {*network.inputs, *here & there} and not error <= limit  # or it is NaN
-    ]
-    return words, ""
+    }
+    tolerable = not words and all(map(math.isfinite, larger.values()))
+    words += [f"the gradient of {name!r} differs by {error:.2g} (relative)" for name, error in larger.items()]
+    names = ", ".join(repr(network.outputs[k]) for k in found["uncompared"])
+    return Differences(words, tolerable, f"gradients of {names} were not compared ({found['reason']})" if names else "")
 
 
 # Compares the gradients of `net` with those of `write_reference`
@@ -87,12 +117,12 @@ def compare(folder, reference):
             module.p = 0.0
     with np.load(folder + "/inputs.npz") as arrays:
         inputs = [torch.from_numpy(arrays[f"inputs {k}"]) for k in range(len(reference["inputs"]))]
-        heads = [torch.from_numpy(arrays[name]) for name in arrays if name.startswith("heads")]
+        heads = {int(name.split()[1]): torch.from_numpy(arrays[name]) for name in arrays if name.startswith("heads")}
     for x in inputs:
         x.requires_grad_(x.is_floating_point())
     outputs = net(*inputs)
-    pairs = [(y, g) for y, g in zip(outputs if isinstance(outputs, tuple) else [outputs], heads) if y.requires_grad]
-    if pairs:
+    outputs = {k: y for k, y in enumerate(outputs if isinstance(outputs, tuple) else [outputs]) if y.requires_grad}
+    if pairs := [(y, heads[k]) for k, y in outputs.items() if k in heads]:
         torch.autograd.backward(*zip(*pairs))
     variables = {key: array for key, array in net.named_parameters(remove_duplicate=False) if array.requires_grad}
     with safe_open(base + ".safetensors", "np") as file:
@@ -110,7 +140,7 @@ def compare(folder, reference):
         for start, array in parts.get(name, []):
             if array.grad is not None:
                 gradient[start : start + array.numel()] += array.grad.numpy().ravel()
-        both = np.isfinite(gradient) | np.isfinite(expected)  # the others are equal
+        both = np.isfinite(gradient) | np.isfinite(expected)  # the others are not finite on either side
         difference, norm = np.linalg.norm((gradient - expected)[both]), np.linalg.norm(expected[both])
         found[name] = difference, max(norm, np.linalg.norm(gradient[both])), expected.size
     floor *= (sum(norm**2 for _, norm, _ in found.values()) / max(sum(size for *_, size in found.values()), 1)) ** 0.5
@@ -118,7 +148,8 @@ def compare(folder, reference):
         name: float(difference / max(norm + floor * size**0.5, 1e-300))
         for name, (difference, norm, size) in found.items()
     }
-    return {"trained": [name.partition("[")[0] for name in names.values()] + unnamed, "errors": errors}
+    there = [name.partition("[")[0] for name in names.values()] + unnamed
+    return {"trained": there, "errors": errors, "uncompared": [k for k in outputs if k not in heads]}
 
 
 folder = base + ".gradients"
@@ -198,45 +229,46 @@ def _inputs(network: Exported) -> list[np.ndarray]:
         return inputs
 
 
-def _write(network: Exported, inputs: list[np.ndarray], dtype: str, training: bool, folder: str) -> list[str]:
-    convert = as_float64 if dtype == "float64" else np.asarray
-    if dtype == "float64":
-        network, inputs = replace(network, graph=network.graph_in_float64()), [*map(as_float64, inputs)]
-    random, sizes = np.random.default_rng(0), network.shapes(X.shape for X in inputs)
-    places = [(i, output) for i, output, *_ in network.graph["heads"]]
-    heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in places]
-    names = [*sorted(trained(network)), *(name for name, X in zip(network.inputs, inputs) if (X % 1).any())]
-    with network.np_shape():
-        values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
-        values |= zip(network.inputs, as_arrays(inputs))
-        for name in names:
-            values[name].attach_grad()
-        totals, failure = dict[str, np.ndarray](), _backward(network.symbol, heads, values, training)
-        if failure:  # some outputs, such as indices, have no gradient
-            totals = {name: np.zeros(values[name].shape, dtype) for name in names}
-            for output, head in zip(network.symbol, heads):
-                if not _backward(output, [head], values, training):
-                    failure = None
-                    for name in {*names} & {*output.list_inputs()}:
-                        totals[name] += values[name].grad.asnumpy()
-            if failure:
-                raise failure
-        for k, name in enumerate(names):
-            np.save(f"{folder}/{k}.npy", totals[name] if totals else values[name].grad.asnumpy())
-    arrays = {f"inputs {k}": X for k, X in enumerate(inputs)} | {f"heads {k}": Y for k, Y in enumerate(heads)}
-    np.savez(f"{folder}/inputs.npz", **arrays)
-    return names
+class _Gradients:
+    """MXNet's gradients of the parameters that train, and of the inputs."""
 
+    def __init__(self, network: Exported, inputs: list[np.ndarray], dtype: str, training: bool) -> None:
+        convert = as_float64 if dtype == "float64" else np.asarray
+        if dtype == "float64":
+            network = replace(network, graph=network.graph_in_float64())
+        self.network, self.inputs, self.training = network, [convert(X) for X in inputs], training
+        self.outputs = [*network.symbol]
+        random, sizes = np.random.default_rng(0), network.shapes(X.shape for X in inputs)
+        places = [(i, output) for i, output, *_ in network.graph["heads"]]
+        self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in places]
+        varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
+        self.names = [*sorted(trained(network)), *varying]
+        with network.np_shape():
+            self.values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
+            self.values |= zip(network.inputs, as_arrays(self.inputs))
 
-def _backward(
-    symbol: mx.sym.Symbol, heads: list[np.ndarray], values: dict[str, NDArray], training: bool
-) -> Exception | None:
-    """Add the gradients. Returns the failure if there are none."""
-    try:
-        with autograd.record(train_mode=training):
-            outputs = nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
-        autograd.backward(outputs, as_arrays(heads), train_mode=training)
-        nd.waitall()
-    except Exception as failure:  # MXNet raises several types
-        return failure
-    return None
+    def compute(self, outputs: list[int]) -> Exception | None:
+        """Compute the gradients of these outputs. Returns the failure if there are none."""
+        symbol = mx.sym.Group([self.outputs[k] for k in outputs])
+        try:
+            with self.network.np_shape():
+                for name in self.names:
+                    self.values[name].attach_grad()  # zero, also if these outputs do not depend on it
+                with autograd.record(train_mode=self.training):
+                    results = nd.CachedOp(symbol)(*(self.values[name] for name in symbol.list_inputs()))
+                heads = as_arrays(self.heads[k] for k in outputs)
+                autograd.backward(results, heads, train_mode=self.training)
+                nd.waitall()
+        except Exception as failure:  # MXNet raises several types
+            return failure
+        return None
+
+    def differentiable(self) -> list[int]:
+        """The outputs that have gradients."""
+        return [k for k in range(len(self.outputs)) if not self.compute([k])]
+
+    def save(self, folder: str, outputs: list[int]) -> None:
+        for k, name in enumerate(self.names):
+            np.save(f"{folder}/{k}.npy", self.values[name].grad.asnumpy())
+        arrays = {f"inputs {k}": X for k, X in enumerate(self.inputs)} | {f"heads {k}": self.heads[k] for k in outputs}
+        np.savez(f"{folder}/inputs.npz", **arrays)

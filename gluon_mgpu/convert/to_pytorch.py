@@ -664,11 +664,9 @@ def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
         return [[arrays[f"{i} {k}"] for k in range(len(sample.outputs))] for i, sample in enumerate(network.samples)]
 
 
-def differences(network: Exported, base: str, tolerance: float) -> tuple[list[str], str]:
-    """How the written module trains differently: see `gradients.differences`. `outputs` has run before."""
-    found, failure = gradients.differences(network, base, tolerance)
-    if failure:  # such as an operator that PyTorch computes only in float32
+def differences(network: Exported, base: str, tolerance: float) -> gradients.Differences:
+    """How the written module trains differently. `outputs` has run before."""
+    if gradients.failed(base):  # such as an operator that PyTorch computes only in float32
         gradients.write_reference(network, base, ["float32"])
         load_and_run(network, base, gradients.COMPARE)
-        found, failure = gradients.differences(network, base, tolerance)
-    return found, failure
+    return gradients.differences(network, base, tolerance)

@@ -69,6 +69,16 @@ def test_a_failure_of_onnx_runtime_gets_one_line_and_leaves_no_file(tmp_path, mo
     assert "\n" not in str(error.value) and not (tmp_path / "net.onnx").exists()
 
 
+@needs("pytorch")
+def test_a_rule_that_writes_wrong_code_gets_one_line_and_leaves_no_file(tmp_path, monkeypatch):
+    for rules in (operators.RULES, operators.SIMPLE_RULES):
+        monkeypatch.setitem(rules, "relu", "{0} +")
+    given = convert.from_files(*files(tmp_path, s.relu(s.FullyConnected(X, num_hidden=2))), (6,))
+    with pytest.raises(Error) as error:
+        convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert "\n" not in str(error.value) and not (tmp_path / "net.py").exists()
+
+
 def lstm():
     states = {"state": s.var("h"), "state_cell": s.var("c"), "parameters": s.var("rnn_parameters")}
     return s.RNN(X, mode="lstm", state_size=4, num_layers=1, **states)

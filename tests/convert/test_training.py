@@ -176,6 +176,35 @@ def test_a_network_that_would_train_differently_is_refused_and_the_parameter_nam
     monkeypatch.setitem(operators.RULES, operator, code)
     monkeypatch.setitem(operators.SIMPLE_RULES, operator, code)
     given = convert.from_files(*files(tmp_path, build()), (6,))
-    with pytest.raises(Error, match="fc_weight"):
+    with pytest.raises(Error, match="fc_weight.*--tolerance"):
         convert.save(given, "pytorch", str(tmp_path / "net"))
     assert not (tmp_path / "net.py").exists()
+    convert.save(given, "pytorch", str(tmp_path / "net"), tolerance=2.1)  # the largest possible difference is 2
+    assert (tmp_path / "net.py").exists()
+
+
+def detector():
+    """Anchors, which MXNet computes only in float32, with predicted offsets, beside the scores of classes."""
+    x = s.reshape(dense(X, "fc"), (-1, 1, 2, 3))
+    offsets = s.contrib.gradientmultiplier(s.Convolution(x, kernel=(1, 1), num_filter=12, name="box"), scalar=0.5)
+    anchors = s.contrib.MultiBoxPrior(x, sizes=(0.5, 0.2), ratios=(1, 2))
+    boxes = s.broadcast_add(s.reshape(s.transpose(offsets, axes=(0, 2, 3, 1)), (0, -1, 4)), anchors)
+    return [boxes, s.Convolution(x, kernel=(1, 1), num_filter=2, name="score")]
+
+
+def partly():
+    """MXNet has no gradient of a sum with an argmax, PyTorch has."""
+    return s.broadcast_add(dense(X, "deep", 2), s.argmax(X, axis=1, keepdims=True), name="partly")
+
+
+@needs("pytorch")
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [list, lambda: [s.argmax(X, axis=1)], lambda: [partly()]])
+def test_gradients_of_some_outputs_are_compared_if_others_have_none_or_none_in_float64(more, tmp_path, monkeypatch):
+    given = convert.from_files(*files(tmp_path, s.Group([*detector(), *more()])), (6,))
+    report = convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert ("partly" in report) == ("partly_output" in given.outputs)
+    for rules in (operators.RULES, operators.SIMPLE_RULES):
+        monkeypatch.setitem(rules, "gradientmultiplier", "{0}")
+    with pytest.raises(Error, match="box_weight"):
+        convert.save(given, "pytorch", str(tmp_path / "wrong"))
