@@ -15,6 +15,7 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,13 +55,17 @@ def solution(name: str) -> str:
     return (Path(__file__).parent / "solutions" / f"{name}.py").read_text()
 
 
+@cache
 def known(name: str) -> list[tuple[str, str]]:
     """The known mistakes: pairs of a name in mistakes.ini and an answer's code. Each is an edit of our solution and, if
     it fits, of each correct answer in known.txt."""
     text = (Path(__file__).parent / "known.txt").read_text()
     found = re.findall(rf"^## {name}: (\S+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    bases = [solution(name), *[edited(solution(name), code) for mistake, code in found if mistake == "correct"]]
-    answers = [(mistake, edited(base, code)) for base in bases for mistake, code in found if mistake != "correct"]
+    wrong = [(mistake, code) for mistake, code in found if mistake != "correct"]
+    edits = [(mistake, code) for mistake, code in wrong if code.startswith("< ")]  # the others are whole functions
+    answers = [(mistake, edited(solution(name), code)) for mistake, code in wrong]
+    for base in (edited(solution(name), code) for mistake, code in found if mistake == "correct"):
+        answers += [(mistake, edited(base, code)) for mistake, code in edits]
     return [(mistake, code) for mistake, code in answers if code]
 
 
@@ -84,6 +89,7 @@ def title(name: str) -> str:
     return text[0].upper() + text[1:]
 
 
+@cache
 def answer_of(name: str) -> ast.FunctionDef:
     """The function that a learner has to write: the solution's last function."""
     functions = [node for node in ast.parse(solution(name)).body if isinstance(node, ast.FunctionDef)]

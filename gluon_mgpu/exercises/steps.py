@@ -76,13 +76,13 @@ def _linear_model(
                 step(function, given)
             results[f"w and b on each device after step {number}"] = values(params)
             events += [*done, *cases.replaced(params, given)]
-        computed, _ = _backward(events, k)
+        computed, _ = _backward(events, [3] * k)
         grads = values([[p.grad for p in own] for own in params])
         notes = {"gradients after backward": computed, "gradients after the step": grads}
         return Trial(results, events, notes if np.any(computed) and len(steps) == 1 else {})
 
     def use(events: list[Any]) -> dict[str, bool]:
-        (computed, passes), needed = _backward(events, k), len(sizes) * len(steps)
+        (computed, passes), needed = _backward(events, [3] * k), len(sizes) * len(steps)
         return {
             "whole-batch": bool(k > 1 and np.any(computed) and same(computed, computed[:1] * k)),
             "idle-devices": min(passes) < min(needed, max(passes)),
@@ -90,7 +90,7 @@ def _linear_model(
         }
 
     def check(events: list[Any]) -> None:
-        _, passes = _backward(events, k)
+        _, passes = _backward(events, [3] * k)
         cases.raise_first(f"{text}; backward passes of each device: {passes}", use(events))
         if not waits(events):
             _check_work(text, events, k, sizes, len(steps))
@@ -103,9 +103,11 @@ def _linear_model(
     return Case(text, call, {"w and b on each device after step 1": start}, check, name)
 
 
-def _backward(events: list[Any], k: int) -> tuple[Numbers, list[int]]:
-    """For each device: the last gradients that it computed, and the number of backward passes in which it did."""
-    computed, last, passes = [np.zeros(3)] * k, [np.zeros(3)] * k, [0] * k
+def _backward(events: list[Any], sizes: Sequence[int]) -> tuple[Numbers, list[int]]:
+    """For each device: the last gradients that it computed, and the number of backward passes in which it did.
+    sizes: of the gradients on each device."""
+    computed, passes = [np.zeros(size) for size in sizes], [0] * len(sizes)
+    last = computed
     for event in events:
         if isinstance(event, Backward):
             now = values(event.gradients)
@@ -370,7 +372,7 @@ def overlap(*shapes: tuple[int, ...]) -> Case:
 @inputs((2, 2, 5, 2, 3), (3, 1, 7, 2, 2), (1, 3, 4, 2, 5), (2, 3, 6, 3, 6))
 def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
     random = np.random.RandomState(rows + columns)
-    X, y = random.randint(-2, 3, (n, d)).astype(float), random.randint(-4, 5, n).astype(float)
+    X, y = random.randint(-1, 4, (n, d)).astype(float), random.randint(-4, 5, n).astype(float)
     s, W, v = (random.randint(1, 4, shape).astype(float) for shape in ((d,), (h, d), (h,)))
     parts = [[s, *part, np.array([0.5])] for part in zip(np.array_split(W, columns), np.array_split(v, columns))]
     text = f"{rows} x {columns} devices, {n} examples, {h} hidden values"
@@ -383,11 +385,33 @@ def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
         for p in (p for params in on_devices for p in params):
             p.attach_grad()
         given = [[[*params] for params in row] for row in mesh]
-        with recording() as events:
+        with recording(params=[[W, v] for _, W, v, _ in on_devices]) as events:
             function(nd.array(X), nd.array(y), given, 0.1)
         replaced = any(p is not q for row, still in zip(mesh, given) for a, b in zip(row, still) for p, q in zip(a, b))
         results = {name: values(arrays) for name, arrays in zip(names, zip(*on_devices))}
         return Trial(results, [*events, *[cases.REPLACED] * replaced])
 
+    def check_groups(what: str, number: int, of: Callable[[int], int], needed: int, events: list[Any]) -> None:
+        """Check that each row, or each column, sent and received at least `needed` elements."""
+        ctx = contexts(number)
+        grouped = [Copy(ctx[of(c.source.device_id)], ctx[of(c.target.device_id)], c.size) for c in copies(events)]
+        sent, received = traffic([copy for copy in grouped if copy.source != copy.target])
+        for i, c in enumerate(ctx if number > 1 else []):
+            if min(sent[c], received[c]) < needed:
+                counts = f"received {received[c]} elements from other {what}s, and sent {sent[c]}; each needs {needed}"
+                raise Mistake("no-copy", f"{text}; {what} {i} {counts}")
+
+    def check(events: list[Any]) -> None:
+        computed, _ = _backward(events, [W.size + v.size for _, W, v, _ in parts] * rows)
+        of_rows = [np.concatenate(computed[i : i + columns]) for i in range(0, rows * columns, columns)]
+        mistakes = {
+            "idle-devices": np.any(of_rows) and not all(map(np.any, of_rows)),
+            "same-shard": rows > 1 and np.any(of_rows) and same(of_rows, of_rows[:1] * rows),
+        }
+        cases.raise_first(f"{text}; gradients of W and v in each row after backward:\n{shown(of_rows)}", mistakes)
+        cases.check_copies(text, events, needed=1)
+        check_groups("row", rows, lambda device: device // columns, W.size + v.size + d + 1, events)
+        check_groups("column", columns, lambda device: device % columns, n + d, events)  # outputs, and gradients of s
+
     start = {name: [p.ravel() for p in of_devices] * rows for name, of_devices in zip(names, zip(*parts))}
-    return Case(text, call, start, lambda events: cases.check_copies(text, events, needed=1))
+    return Case(text, call, start, check)
