@@ -96,7 +96,8 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except SyntaxError as failure:  # a rule wrote wrong code
-        raise Error(f"{prefix}: cannot be written (wrong Python code: {failure.msg}: {failure.text})") from None
+        line = (failure.text or "").strip().partition("\n")[0]
+        raise Error(f"{prefix}: cannot be written (wrong Python code: {failure.msg}: {line})") from None
     except (OSError, mx.MXNetError) as failure:
         for file in files:
             with suppress(OSError):  # it was never created

@@ -454,7 +454,8 @@ class _Writer:
                 lines += [f"for block in self.{name}:", f"    {targets[0]} = {call}"]
             else:
                 lines.append(f"{', '.join(targets)} = {text}")
-            last = (step.outputs[0], text, name) if len(step.outputs) == 1 and not step.repeated else (None, "", "")
+            single = len(step.outputs) == 1 and not step.repeated and not step.nested
+            last = (step.outputs[0], text, name) if single else (None, "", "")
         result = ", ".join(map(self.read, self.code.results))
         if [*self.code.results] == [last[0]]:
             lines.pop()
