@@ -186,7 +186,7 @@ FAILURES = {  # the workers that mpiexec starts, the exit status, and the only e
     "an invalid option, in one worker": ([(1, *command()), (1, *command(lr=-1))], 2, "worker 1: .*--lr"),
     "an invalid option": ([(2, *command(lr=-1))], 2, "Invalid .*--lr"),
     "missing data, in one worker": ([(1, *OWN), (1, "-wdir", "/", *OWN)], 2, "worker 1: --data-dir"),
-    "other data, in one worker": ([(1, *OWN), (1, "-wdir", "other", *OWN)], 2, "worker 1: .*checksum"),
+    "other data, in one worker": ([(1, *OWN), (1, "-wdir", "other", *OWN)], 2, "worker 1: .*data"),
     "a state that differs between workers": (
         [(2, *command(impl="state.py"))],
         2,
