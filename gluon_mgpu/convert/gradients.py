@@ -171,8 +171,7 @@ def trained(network: Exported) -> set[str]:
 
 
 def _is_deep(node: dict[str, Any]) -> bool:
-    """Whether a node has several recurrent layers. For their float64 gradients, MXNet 1.9.1 reads memory that nothing
-    has written."""
+    """Whether a node has several recurrent layers. MXNet 1.9.1's float64 gradients of these were seen to be wrong."""
     return node["op"] == "RNN" and int(node.get("attrs", {}).get("num_layers", "1")) > 1
 
 
