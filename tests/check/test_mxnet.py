@@ -237,6 +237,7 @@ def test_the_command_compares_2_and_3_devices(tmp_path):
     assert result.exit_code == 1 and "with 3 devices" in result.output
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_not_found_is_said(tmp_path):
     path = write(tmp_path, highlevel, ("    net = lenet()\n", "    net = open('no such file')\n"))
     report = compare_lesson(path, CPUS[:2])
@@ -278,6 +279,7 @@ class Nothing:
 REPLACED = [functools.partial(lambda data: None), Nothing(), functools.wraps(scratch.allreduce)(lambda data: None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allreduce", REPLACED, ids=["partial", "object", "wrapper"])
 def test_a_replacement_that_is_no_plain_function_is_checked(allreduce):
     assert "own gradients" in compare_lesson(lessons.load("scratch", allreduce=allreduce), CPUS[:2]).verdict
@@ -340,12 +342,14 @@ def with_code(folder, code):
     return lessons.load(str(folder / "own.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [MOMENTUM, SUMS, LOGGED], ids=["velocities", "arrays for allreduce", "a decorator"])
 def test_a_lesson_may_keep_arrays_decorate_its_functions_and_need_batches_of_ten(code, tmp_path):
     lesson = with_code(tmp_path, code)
     assert compare_lesson(lesson, CPUS).verdict == "" and not getattr(lesson, "velocities", None)
 
 
+@pytest.mark.slow
 def test_a_decorated_function_that_replaces_another_one_with_the_same_decorator_is_checked(tmp_path):
     lesson = with_code(tmp_path, LOGGED)
     lesson.allreduce = lesson.logged(lambda data: None)
