@@ -96,7 +96,8 @@ class Lesson(NamedTuple):
         lesson, or if the run needs one that has none.
         """
         for name in sorted(self.missing.intersection(given)):
-            raise self._refused(name, getattr(config, name))
+            if (name, config.model) != ("model", "lenet"):  # which every lesson trains
+                raise self._refused(name, getattr(config, name))
         others = config.changed(sorted(self.missing))
         for name in others:
             if not SETTINGS[name].changeable:

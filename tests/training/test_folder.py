@@ -210,7 +210,7 @@ def test_a_command_whose_file_ends_the_program_has_status_1(command, tmp_path):
     assert (done.returncode, done.stderr.count("error: ")) == (1, 1)
 
 
-@pytest.mark.parametrize("given", [{"hybridize": True}, {"momentum": 0}, {"model": "lenet"}], ids=str)
+@pytest.mark.parametrize("given", [{"hybridize": True}, {"momentum": 0}], ids=str)
 def test_a_setting_that_the_lesson_does_not_have_is_refused_even_with_its_default(given):
     with pytest.raises(UsageError) as caught:
         train(**given)
