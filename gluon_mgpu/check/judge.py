@@ -210,18 +210,19 @@ class _Comparison:
         self.one = one = self.driver.run(1, self.batches)
         yield "compared", one.facts.get("reason") or ""
         yield "runs", one.failure if len(one.steps) < self.steps else not_finite(one.steps[0])
+        steps = self.steps
         if not any(map(moves, one.steps)):
-            steps = self.steps
             self._draw(MOST)
             one = self.driver.run(1, self.batches)
-            self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
             claim, reason = self.driver.still
             yield claim, "" if any(map(moves, one.steps)) else reason
+        self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
+        if self.first:
             self._draw(self.first + steps)
             self.one = one = self.driver.run(1, self.batches)
-        self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
         yield "update", ""
-        other = self.driver.take(self.batches[0], [0] * self.sizes[0])
+        last = min(self.first + 1, len(self.batches) - 1)
+        other = self.driver.take(self.batches[last], [0] * self.sizes[last])
         again = self.driver.run(1, [*self.batches[: self.first + 1], other], seed=1)
         same = [not names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
         reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
