@@ -16,7 +16,7 @@ OF_THEIR_OWN_TARGETS = ("cuda_wheels", "gpu", "notebooks")  # markers: run only 
 FIRST = "test_features test_mxnet test_programs test_workers test_exercises test_train test_convert".split()
 LONGEST = 3600  # seconds, for tests with these markers and slow tests; pyproject.toml has the limit for all other tests
 # Reasons to skip that --no-skips accepts, because no command installs what is missing.
-MAY_BE_MISSING = ("needs root", "needs a user other than root", "needs the original notebooks", "needs MXNet 2", "needs aarch64")
+MAY_BE_MISSING = ("needs root", "needs a user", "needs the original notebooks", "needs MXNet 2", "needs aarch64")
 
 ROOT = Path(__file__).parents[1]
 

@@ -123,7 +123,7 @@ def test_a_link_keeps_leading_to_the_file_which_keeps_its_permissions(tmp_path):
     assert len([*tmp_path.rglob("*")]) == 5
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, who may write to every file")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user that is not root")
 def test_a_read_only_file_is_not_replaced(tmp_path):
     (tmp_path / "file").touch(0o444)
     with pytest.raises(Error):
