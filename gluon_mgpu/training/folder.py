@@ -151,11 +151,12 @@ class Folder:
 
 @contextmanager
 def opened(given: dict[str, Any], group: Group) -> Iterator[tuple[Folder | None, Run | None]]:
-    """Yields the folder of a run, if it has one, and the recorded run, if it is resumed. The folder is locked inside
-    the `with` block. All workers get worker 0's run; only worker 0 has the folder, and the run's arrays.
+    """Open and lock the run's folder inside the `with` block. Yields the folder and the run to resume, each None if
+    there is none.
 
-    given: the settings that the user passed. Raises UsageError if there is no run to resume, or if a new run would
-    overwrite one; Error if the checkpoint is damaged.
+    given: the settings that the user passed, of which `resume` and `out` are used. Only worker 0 gets the folder and
+    the run's arrays; the other workers get the rest of the run. Raises UsageError if `resume` names no run, or if `out`
+    already holds one; Error if the checkpoint is damaged.
     """
     folder = run = None
     try:
