@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check.driver import UNITS, Arrays, Shards, Step
+from gluon_mgpu.check.driver import UNITS, Arrays, Shards, StepResult
 
 # relative differences that may come from rounding; in float64, from the user's constants in float32
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -31,7 +31,7 @@ def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = 
     return f"{function} gives some of {n} examples to several {UNITS[unit]}"
 
 
-def not_finite(step: Step) -> str:
+def not_finite(step: StepResult) -> str:
     """Whether all numbers of a step are finite."""
     arrays = {"losses": np.concatenate([*step.losses, np.zeros(0)]), **step.changes[0]}
     wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
@@ -40,11 +40,6 @@ def not_finite(step: Step) -> str:
     value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
     where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
     return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
-
-
-def moves(step: Step) -> bool:
-    """Whether a step changes something on the first device."""
-    return any(a.any() for a in step.changes[0].values())
 
 
 def join_parts(devices: list[Arrays], name: str, whole: np.ndarray | None, extra: int) -> None:

@@ -27,7 +27,7 @@ import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.arrays import norm
-from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards
 from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
@@ -102,22 +102,22 @@ class JAX(Driver):
             return None
 
     def run(
-        self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
+        self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, constant: bool = False
     ) -> Session:
         """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
         contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
-        key = (k, double, constant, seed, *contents)
+        key = (k, options.double, constant, options.seed, *contents)
         if key not in self.sessions:
             self.sessions = {old: session for old, session in self.sessions.items() if old[0] == 1}
-            self.sessions[key] = self._run(k, batches, double, constant, seed)
+            self.sessions[key] = self._run(k, batches, options.double, constant)
         return copy.deepcopy(self.sessions[key])
 
-    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool, seed: int) -> Session:
+    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool) -> Session:
         side = Side(self.file, k, self.has_replicas, double, constant, self.one)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
         session = Session(failure=outcome.failure, late=outcome.late)
         for i, [(facts, done, before, after, rest)] in enumerate(outcome.stages):
-            session.facts |= facts
+            session.facts = facts
             for function, ran in done.items():
                 self.done.setdefault(function, set()).update(ran)
             if i:
@@ -125,7 +125,7 @@ class JAX(Driver):
                 session.steps[-1].rest = rest
             else:
                 session.start, session.kept = after, rest
-        self.draws |= bool(session.facts.get("draws"))
+        self.draws |= session.facts.draws
         if k == 1 and session.start:
             self.one = {name: a.shape for name, a in session.start[0].items()}
         return session
@@ -150,14 +150,15 @@ class JAX(Driver):
     def _drawn(self, k: int) -> Claim:
         """Whether a step is wrong because each device draws random numbers."""
         batch = self.batch(0, 12 * k)
-        still = [self.run(count, [batch], double=True, constant=True) for count in (k, 1)]
+        double = Options(double=True)
+        still = [self.run(count, [batch], double, constant=True) for count in (k, 1)]
         if not all(session.steps for session in still) or not _equal(
             *(session.steps[0].changes[0] for session in still)
         ):
             return "several", ""  # there is another reason
         parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
         sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
-        sessions = [self.run(count, [part], double=True) for count, part in sides]
+        sessions = [self.run(count, [part], double) for count, part in sides]
         if not all(session.steps for session in sessions):
             return "several", ""
         several, *alone = (session.steps[0].changes[0] for session in sessions)
@@ -178,7 +179,7 @@ class Side:
     double: bool
     constant: bool
     shapes: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
 
     def take_steps(self, batches: Sequence[Any], send: Send) -> None:
         """Send the state of each device before the first step; after each step also what the file keeps."""
@@ -198,7 +199,6 @@ class Side:
             with nullcontext() if self.double else reached.traced(done):  # it takes long; the lines are the same
                 before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
             now, rest = self._read(state), kept(module, jax.devices())
-            self.facts["others"] = [*rest[0]]
             send((self.facts, done, before, now, rest))
 
     def _own(self, a: Any) -> Any:
@@ -260,7 +260,7 @@ class Side:
         def noted(*args: Any, **params: Any) -> Any:
             name = str(np.dtype(params["new_dtype"]))
             if name in LOW:
-                self.facts["low"] = name
+                self.facts.low = name
             if self.double and not self.is_drawing and jnp.issubdtype(params["new_dtype"], jnp.floating):
                 params["new_dtype"] = np.dtype(np.float64)
             return bind(*args, **params)
@@ -275,7 +275,7 @@ class Side:
         def drawn(*args: Any, **options: Any) -> Any:
             if self.is_drawing:
                 return draw(*args, **options)
-            self.is_drawing, self.facts["draws"] = True, True
+            self.is_drawing = self.facts.draws = True
             try:
                 bound = inspect.signature(draw).bind(*args, **options)
                 bound.apply_defaults()

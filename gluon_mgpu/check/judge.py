@@ -8,7 +8,7 @@ differs, `Evidence` tells from what each device's examples add to the update wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from gluon_mgpu.check.arrays import (
     fitted,
     flat,
     join_parts,
-    moves,
     names_that_differ,
     near,
     norm,
@@ -36,7 +35,7 @@ from gluon_mgpu.check.arrays import (
     wrong_losses,
     wrong_split,
 )
-from gluon_mgpu.check.driver import UNITS, Arrays, Claim, Driver, Session, Shards, Step
+from gluon_mgpu.check.driver import AS_WRITTEN, UNITS, Arrays, Claim, Driver, Options, Session, Shards, StepResult
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 3  # verdicts; also the exit status of the command
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
@@ -123,7 +122,7 @@ class _Comparison:
     def claims(self) -> Iterator[Claim]:
         yield from self._on_one()
         self._take_steps()
-        yield "compared", self.several.facts.get("reason") or ""
+        yield "compared", self.several.facts.reason
         yield "compared", self._leave_out()
         self._leave_own()
         names = names_that_differ(self.several.start)
@@ -149,9 +148,9 @@ class _Comparison:
             wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
         yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
 
-    def _run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
+    def _run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN) -> Session:
         """Take steps; put together what is divided among the devices, and leave out what is not compared."""
-        session = self.driver.run(k, batches, **options)
+        session = self.driver.run(k, batches, options)
         whole = self.one.start[0] if self.one.start else {}
         for devices, extra in [(session.start, 0), *((step.changes, 0) for step in session.steps)] + [
             (step.grads, 1) for step in session.steps
@@ -171,7 +170,7 @@ class _Comparison:
         shapes = [{name: a.shape for name, a in start.items()} for start in starts]
         every = dict.fromkeys(name for of_device in shapes for name in of_device)
         names = [name for name in every if len({of_device.get(name) for of_device in shapes}) > 1]
-        params = {*(self.one.facts.get("params") or every)} | {*(self.several.facts.get("params") or ())}
+        params = {*(self.one.facts.params or every), *self.several.facts.params}
         if {*names} & params or len(names) == len(every) > 0:
             return f"it has arrays of other shapes ({some(names)}); leave what is divided out of the state"
         self._delete(names)
@@ -183,7 +182,7 @@ class _Comparison:
         """Leave out state that is no parameter, such as a moment, if each device has another one: sums of such arrays
         may be right, and what depends on them is compared."""
         session, own = self.double[0] if self.in_double else self.several, list[str]()
-        for name in self.several.facts.get("soft") or ():
+        for name in self.several.facts.soft:
             found = [[d[name] for d in devices if name in d] for devices in (session.start, *self._changes(session))]
             pairs = [(a, arrays[0]) for arrays in found for a in arrays[1:]]
             if any(norm(a - b) > TOLERANCE["float64" if self.in_double else self.low] * norm(b) for a, b in pairs):
@@ -208,51 +207,51 @@ class _Comparison:
     def _on_one(self) -> Iterator[Claim]:
         """Whether there is a step on one device to compare with."""
         self.one = one = self.driver.run(1, self.batches)
-        yield "compared", one.facts.get("reason") or ""
+        yield "compared", one.facts.reason
         yield "runs", one.failure if len(one.steps) < self.steps else not_finite(one.steps[0])
         steps = self.steps
-        if not any(map(moves, one.steps)):
+        if not any(step.moves for step in one.steps):
             self._draw(MOST)
             one = self.driver.run(1, self.batches)
             claim, reason = self.driver.still
-            yield claim, "" if any(map(moves, one.steps)) else reason
-        self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
+            yield claim, "" if any(step.moves for step in one.steps) else reason
+        self.first = next((i for i, step in enumerate(one.steps) if step.moves), 0)
         if self.first:
             self._draw(self.first + steps)
             self.one = one = self.driver.run(1, self.batches)
         yield "update", ""
         last = min(self.first + 1, len(self.batches) - 1)
         other = self.driver.take(self.batches[last], [0] * self.sizes[last])
-        again = self.driver.run(1, [*self.batches[: self.first + 1], other], seed=1)
+        again = self.driver.run(1, [*self.batches[: self.first + 1], other], Options(seed=1))
         same = [not names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
         reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
         yield "repeatable", "" if same[: self.first + 1] == [True] * (self.first + 1) else reason
         after = self.first + 1
-        self.is_stale = same[after:] == [moves(step) for step in one.steps[after : after + 1]] == [True]
+        self.is_stale = same[after:] == [step.moves for step in one.steps[after : after + 1]] == [True]
 
     def _take_steps(self) -> None:
         driver, batches = self.driver, self.batches
-        is_normalized = self.one.facts.get("normalized")
+        is_normalized = self.one.facts.normalized
         if is_normalized:
             found = [driver.split(self.k, batch, size) for batch, size in zip(batches, self.sizes)]
             self.shards = [self._parts(examples, size) for examples, size in zip(found, self.sizes)]
             self.how.append(f"batch normalization of the examples of each {self.unit}")
         self.several = self._run(self.k, batches)
         if is_normalized:
-            self.one = self._run(1, batches, shards=self.shards)
+            self.one = self._run(1, batches, Options(shards=self.shards))
         self.double = [Session(), Session()]
         if self.several.steps:
-            self.double = [self._run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
+            in_double = Options(double=True, shards=self.shards)
+            self.double = [self._run(n, batches, in_double) for n in (self.k, 1)]
         pairs = zip(self.double, (self.several, self.one))
         short = [double for double, single in pairs if len(double.steps) < min(len(single.steps), self.steps)]
         self.weak = short[0].failure or "it takes too long" if short else ""
         self.in_double = all(session.steps for session in self.double)
         facts = [session.facts for session in (self.one, self.several, *self.double)]
-        self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
-        self.how[:0] = dict.fromkeys(text for f in facts for text in f.get("how", []))
-        self.ignored = {*(self.one.facts.get("statistics") or ())}
-        synced = self.several.facts.get("synced") or ()
-        self.unsynced = set() if synced is True else self.ignored - {*synced}
+        self.low = max((f.low for f in facts), key=ROUNDING.__getitem__)
+        self.how[:0] = dict.fromkeys(text for f in facts for text in f.how)
+        self.ignored = {*self.one.facts.statistics}
+        self.unsynced = self.ignored - {*self.several.facts.synced}
 
     def _parts(self, examples: Shards | None, n: int) -> Shards:
         """The examples of each device, if they are known, or those that it would usually have."""
@@ -278,7 +277,7 @@ class _Comparison:
             )
         return None
 
-    def _sides(self, i: int) -> tuple[Step, Step, bool]:
+    def _sides(self, i: int) -> tuple[StepResult, StepResult, bool]:
         """Step i on several devices and on one, and whether both are in float64."""
         double = all(len(session.steps) > i for session in self.double)
         several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
@@ -291,7 +290,7 @@ class _Comparison:
         losses = wrong_losses(several.losses, one.losses, self.sizes[i])
         return bool(names_that_differ(statistics) or losses or self._wrong_arrays(several, one, double))
 
-    def _wrong_arrays(self, several: Step, one: Step, double: bool) -> list[str]:
+    def _wrong_arrays(self, several: StepResult, one: StepResult, double: bool) -> list[str]:
         ignored = self.ignored | self._without_gradient([*one.grads, *several.grads], double)
         expected = {name: a for name, a in one.changes[0].items() if name not in ignored}
         bound = self.bounds(expected, double)
@@ -301,7 +300,7 @@ class _Comparison:
     def _without_gradient(self, grads: Sequence[Arrays], double: bool) -> set[str]:
         """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization.
         Adam makes a large step of them."""
-        names = grads[0] if grads and double and self.one.facts.get("adaptive", True) else ()
+        names = grads[0] if grads and double and self.one.facts.adaptive else ()
         sizes = {n: [norm(g.get(n, 0)) / (norm(flat(g, [*g])) or 1) for g in grads] for n in names}
         return {n for n, of_name in sizes.items() if 0 < max(of_name) < 1e-10}
 
@@ -313,7 +312,7 @@ class _Comparison:
             bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
         return bound
 
-    def _rates(self, several: Step, one: Step, i: int) -> str:
+    def _rates(self, several: StepResult, one: StepResult, i: int) -> str:
         """Whether an optimizer has other settings, such as the learning rate."""
         for key, value in one.rates[0].items() if one.rates else ():
             found = [rates.get(key, value) for rates in several.rates]
@@ -350,14 +349,16 @@ class _Comparison:
         batches = self.batches[chosen]
         of_batches = shards[chosen]
 
-        def taken(*sides: tuple[int, Any, Any], **options: Any) -> list[Step]:
+        options = Options(double=self.in_double)
+
+        def taken(*sides: tuple[int, Any, Any], clips: bool = True) -> list[StepResult]:
             """The last step on each side; empty if one fails."""
-            sessions = [self._run(k, some, double=self.in_double, shards=s, **options) for k, some, s in sides]
+            sessions = [self._run(k, some, replace(options, shards=s, clips=clips)) for k, some, s in sides]
             complete = all(len(session.steps) == len(batches) for session in sessions)
             return [session.steps[-1] for session in sessions] if complete else []
 
-        def is_right(some: Sequence[Any], **options: Any) -> bool:
-            both = taken((k, some, ()), (1, some, of_batches), **options)
+        def is_right(some: Sequence[Any], clips: bool = True) -> bool:
+            both = taken((k, some, ()), (1, some, of_batches), clips=clips)
             return bool(both) and not self._wrong_arrays(both[0], both[1], self.in_double)
 
         examples = driver.split(k, batches[-1], n)
@@ -385,7 +386,7 @@ class _Comparison:
                 "alike": lambda: is_right([driver.take(batch, [0] * n) for batch in batches]),
                 "unclipped": lambda: driver.clips() and is_right(batches, clips=False),
                 "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
-                "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
+                "begins": lambda: driver.begins(k, batches, replace(options, shards=of_batches)),
             }
             cause = evidence.update(tests, are_means(steps[0].losses, steps[1].losses))
         losses = wrong_losses(steps[0].losses, steps[1].losses, n)
@@ -393,7 +394,7 @@ class _Comparison:
             return "losses", losses
         return ("replicas", replicas) if replicas else cause
 
-    def _is_no_sum(self, whole: Step, alone: Sequence[Step], parts: Shards) -> bool:
+    def _is_no_sum(self, whole: StepResult, alone: Sequence[StepResult], parts: Shards) -> bool:
         """Whether, on one device, the gradients of the shards do not add up to those of the batch."""
         if not whole.raw or not whole.raw[0] or not all(step.raw and step.raw[0] for step in alone):
             return False
@@ -417,8 +418,8 @@ class _Comparison:
             advice = "add in the same order in each, or they drift apart"
             self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
         left = ""
-        if self.one.facts.get("left"):
-            cleared = self._run(1, self.batches, clear=True, shards=self.shards)
+        if self.one.facts.left:
+            cleared = self._run(1, self.batches, Options(clear=True, shards=self.shards))
             pairs = zip(cleared.steps[self.first :], self.one.steps[self.first :])
             if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
                 left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
@@ -444,7 +445,7 @@ class _Comparison:
     def _rounding(self) -> Iterator[Claim]:
         """Whether float32 and float64 differ by rounding."""
         several, one, exact = (s.steps[self.first].changes[0] for s in (self.several, self.one, self.double[1]))
-        names, trim = [name for name in exact if name not in self.ignored], self.one.facts.get("adaptive", True)
+        names, trim = [name for name in exact if name not in self.ignored], self.one.facts.adaptive
         apart, of_one = (distance(change, exact, names, trim) for change in (several, one))
         numbers = f"{apart:.1e} on {self.k} {UNITS[self.unit]}, {of_one:.1e} on one"
         self.notes.append(f"distance from the same step in float64: {numbers}")
@@ -476,7 +477,7 @@ class _Comparison:
                 continue
             if all(near(a, found[0], limit) for a in found):
                 others.append(name)
-            elif name in self.one.facts.get("others", ()):
+            elif self.one.facts.others is None or name in self.one.facts.others:
                 own.append(name)
         return own, others
 
@@ -498,7 +499,7 @@ class _Comparison:
         for text, options in self.driver.stress().items():
             sides = [(self.k, ()), (1, self.shards[: self.first + 1])]
             batches = self.batches[: self.first + 1]
-            several, one = (self._run(k, batches, double=True, shards=s, **options) for k, s in sides)
+            several, one = (self._run(k, batches, replace(options, double=True, shards=s)) for k, s in sides)
             is_finite = len(one.steps) == len(batches) and not not_finite(one.steps[-1])
             if not is_finite or several.late or any(map(not_finite, one.steps)):
                 continue

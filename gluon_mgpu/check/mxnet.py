@@ -27,7 +27,7 @@ import gluon_mgpu.check.judge as judge
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
 from gluon_mgpu.check.arrays import equal_losses, fitted, norm
-from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards
 from gluon_mgpu.check.judge import Report
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
@@ -177,46 +177,37 @@ class MXNet(Driver):
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
         return model
 
-    def run(
-        self,
-        k: int,
-        batches: Sequence[Any],
-        double: bool = False,
-        shards: Sequence[Shards] | None = None,
-        seed: int = 0,
-        lr: float = LR,
-        **_: Any,
-    ) -> Session:
-        session, dtype = Session(), "float64" if double else "float32"
+    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, lr: float = LR) -> Session:
+        session, dtype = Session(), "float64" if options.double else "float32"
         try:
             with ExitStack() as stack:
                 stack.enter_context(_without_dropout(session.facts))
-                model = self.model(k, double)
-                stack.enter_context(_in_double() if double else nullcontext())
+                model = self.model(k, options.double)
+                stack.enter_context(_in_double() if options.double else nullcontext())
                 data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
                 self._prepare(model, data[0], lr, session.facts)
                 net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
                 stats = [*model.running_stats]
                 grads = list[dict[str, list[np.ndarray]]]()
-                session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
+                session.facts.normalized = bool(stats)
+                session.facts.statistics = session.facts.synced = stats
                 session.start = _arrays(model)
                 session.kept = kept(model.lesson, model.ctx, net=net, trainer=trainer)
-                if k > 1 and not double:
+                if k > 1 and not options.double:
                     self.placed = self._misplaced(model)
                 model.load(spread(session.start[0]))
                 if net is not None:
                     _note_gradients(model, grads)
                 for i, (X, y) in enumerate(data):
-                    seed_generators(1000 * seed + i)
+                    seed_generators(1000 * options.seed + i)
                     before, examples = _arrays(model), Counter[Context]()
-                    if shards and k == 1:
-                        model.net = _ByShard(net, shards[i])
+                    if options.shards and k == 1:
+                        model.net = _ByShard(net, options.shards[i])
                     with _watched(model.lesson, net, self.called, examples), reached.traced(self.done):
                         losses = self._step(model, X, y, lr)
                     session.add(before, _arrays(model), [shard.asnumpy().reshape(-1) for shard in losses])
                     session.steps[-1].grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
                     session.steps[-1].rest = kept(model.lesson, model.ctx, net=net, trainer=trainer)
-                    session.facts["others"] = [*session.steps[-1].rest[0]]
                     grads.clear()
                     if k > 1:
                         self.examples = examples or Counter({shard.context: shard.size for shard in losses})
@@ -226,7 +217,7 @@ class MXNet(Driver):
             session.failure = where(error)
         return session
 
-    def _prepare(self, model: Any, batch: Any, lr: float, facts: dict[str, Any]) -> None:
+    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts) -> None:
         """Give a model the Trainer of its lesson, with this learning rate."""
         if not isinstance(model, GluonModel):
             return
@@ -235,7 +226,7 @@ class MXNet(Driver):
             try:
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
-                facts["how"] = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
+                facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
         model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in model.ctx]
 
     @staticmethod
@@ -304,7 +295,7 @@ class MXNet(Driver):
         if not equal_losses(one, still):
             return "losses are computed with parameters that this step has changed; update last"
         halves = [self.run(1, [self.take(batch, range(i, n, 2))]) for i in (0, 1)]
-        if not sessions[0].facts["normalized"] and all(half.steps for half in halves):
+        if not sessions[0].facts.normalized and all(half.steps for half in halves):
             alone, found = (np.sort(np.concatenate(some)) for some in ([h.steps[0].losses[0] for h in halves], [one]))
             if fitted(found, [alone], 1e-3 * norm(found)) is None:
                 self.notes.append(
@@ -442,13 +433,13 @@ def _in_double() -> Iterator[None]:
 
 
 @contextmanager
-def _without_dropout(facts: dict[str, Any]) -> Iterator[None]:
+def _without_dropout(facts: Facts) -> Iterator[None]:
     """Let dropout keep all values, and say so."""
 
     def keeping(dropout: Callable[..., Any]) -> Callable[..., Any]:
         def keep(data: Any, p: float = 0.5, **options: Any) -> Any:
             if p > 0:
-                facts["how"] = ["with dropout off"]
+                facts.how = ["with dropout off"]
             return dropout(data, p=0, **options)
 
         return keep

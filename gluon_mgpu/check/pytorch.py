@@ -32,7 +32,7 @@ import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 import gluon_mgpu.check.watch as watch
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards, Step
+from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
 from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.processes import Outcome, Send
 from gluon_mgpu.check.state import State, array_of, leaves, rows_of, taken
@@ -43,10 +43,10 @@ from gluon_mgpu.support.programs import execute
 LR = 0.1
 _store: Any = None
 NOT_CONNECTED = "the processes do not find each other"
-STRESS = {  # what is tried if something was not reached: options of `run`
-    "with larger gradients": {"factor": 1e4},
-    "with larger inputs": {"scale": 100.0},
-    "if one process gets numbers that are not finite": {"factor": float("nan"), "scale": float("nan")},
+STRESS = {  # what is tried if something was not reached
+    "with larger gradients": Options(factor=1e4),
+    "with larger inputs": Options(scale=100.0),
+    "if one process gets numbers that are not finite": Options(factor=float("nan"), scale=float("nan")),
 }
 
 
@@ -165,27 +165,30 @@ class PyTorch(Driver):
         examples, [used] = (session.steps[0].examples for session in sessions)
         return examples if all(examples) and used == [*range(n)] else None  # a mask leaves no gradient of some
 
-    def run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        key = (*batches, *sorted((n, repr(v)) for n, v in options.items() if n in ("double", "factor", "scale")))
-        if k == 1 and options.get("shards"):
-            options["rows"] = self.rows.get(key)
-        outcome = self._group(k, self._process, batches, **options)
-        session = Session(failure=outcome.failure, late=outcome.late)
+    def run(
+        self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, probe: bool = False, trace: bool = False
+    ) -> Session:
+        """probe: find the examples whose gradients a step computes. trace: note each module's rows."""
+        key = (*batches, options.double, repr(options.factor), repr(options.scale))
+        rows = self.rows.get(key) if k == 1 and options.shards else None
+        outcome = self._group(k, self._process, batches, options, rows, probe, trace)
+        session, reason = Session(failure=outcome.failure, late=outcome.late), ""
         for i, messages in enumerate(outcome.stages):
-            for facts, *_ in messages:
-                for code, done in facts.pop("done", {}).items():
-                    self.done.setdefault(code, set()).update(done)
-                for limit, is_reached in facts.pop("limits", {}).items():
-                    self.limits[limit] = self.limits.get(limit, False) or is_reached
-            facts, arrays, *others = (list(values) for values in zip(*messages))
-            for batch, sums in zip(batches, facts[0].pop("data", ())):
-                if not np.allclose(self.sums.setdefault((batch.i, batch.n), sums), sums, rtol=1e-3, equal_nan=True):
-                    session.facts["reason"] = "example_batch(n) draws other data each time; draw from a seed"
-            session.facts |= {name: value for name, value in facts[0].items() if value or name not in session.facts}
+            facts, notes, arrays, *others = (list(values) for values in zip(*messages))
+            session.facts = facts[0]
             if i:
-                session.steps.append(Step(arrays, *others))
-            else:
-                session.start = arrays
+                session.steps.append(StepResult(arrays, *others))
+                for done, limits in notes:
+                    for code, here in done.items():
+                        self.done.setdefault(code, set()).update(here)
+                    for limit, is_reached in limits.items():
+                        self.limits[limit] = self.limits.get(limit, False) or is_reached
+                continue
+            session.start = arrays
+            for batch, sums in zip(batches, notes[0]):
+                if not np.allclose(self.sums.setdefault((batch.i, batch.n), sums), sums, rtol=1e-3, equal_nan=True):
+                    reason = "example_batch(n) draws other data each time; draw from a seed"
+        session.facts.reason = session.facts.reason or reason
         if k > 1:
             self.rows[key] = [step.calls for step in session.steps]
         return session
@@ -197,11 +200,11 @@ class PyTorch(Driver):
         limits = [limit for limit, is_reached in self.limits.items() if not is_reached]
         return reached.missed(self.done) + sorted(limits)
 
-    def stress(self) -> dict[str, dict[str, Any]]:
+    def stress(self) -> dict[str, Options]:
         return STRESS
 
-    def begins(self, k: int, batches: Sequence[Any], **options: Any) -> str:
-        sessions = [self.run(count, batches, trace=True, **options) for count in (k, 1)]
+    def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:
+        sessions = [self.run(count, batches, options, trace=True) for count in (k, 1)]
         if not all(len(session.steps) == len(batches) for session in sessions):
             return ""
         several, [one] = (session.steps[-1].modules for session in sessions)
@@ -239,25 +242,18 @@ class PyTorch(Driver):
         rank: int,
         world: int,
         batches: Sequence[Batch],
-        *,
-        double: bool = False,
-        shards: Sequence[Shards] = (),
-        rows: Sequence[Any] | None = None,
-        seed: int = 0,
-        clear: bool = False,
-        probe: bool = False,
-        trace: bool = False,
-        clips: bool = True,
-        factor: float = 1,
-        scale: float = 1,
+        options: Options,
+        rows: Sequence[Any] | None,
+        probe: bool,
+        trace: bool,
     ) -> None:
-        """What each process does. rows: what batch normalization got in each of several processes. probe: find the
-        examples whose gradients a step computes. trace: note each module's rows. factor: of the gradients. scale: of
-        the inputs; if it is not finite, only of the last example and the last process."""
+        """What each process does. rows: what batch normalization got in each of several processes. See `run`."""
+        double, shards, scale, factor = options.double, options.shards, options.scale, options.factor
         is_last = rank == world - 1
         is_stress = (factor, scale) != (1, 1)
-        is_traced = is_stress or not (double or seed or trace)  # it takes long, and the others run the same lines
-        seen = Watch(factor if np.isfinite(factor) or is_last else 1, clips)
+        # it takes long, and the others run the same lines
+        is_traced = is_stress or not (double or options.seed or trace)
+        seen = Watch(factor if np.isfinite(factor) or is_last else 1, options.clips)
         take_step = self.reference if world == 1 and self.reference else self.take_step
         if double or world == 1:
             watch.compile_nothing()
@@ -269,27 +265,27 @@ class PyTorch(Driver):
         with mode:
             given = self.make(rank, world)
             state = State.of(self._with_names(given), self._reaches())
-            facts: dict[str, Any] = {"how": ["with dropout off"] * self._switch_dropout_off(state)}
+            facts = Facts(how=["with dropout off"] * self._switch_dropout_off(state))
             normalized = [m for m in state.modules if isinstance(m, BatchNorm) and m.training]
             normalized = [] if self.reference else [m for m in normalized if not isinstance(m, nn.SyncBatchNorm)]
-            facts |= {"normalized": bool(normalized), "data": [summary(drawn[batch]) for batch in batches]}
+            facts.normalized = bool(normalized)
             with_statistics = [m for m in state.modules if isinstance(m, NormBase) and not self.reference]
             buffers = {id(b) for m in with_statistics if not isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
             synced = {id(b) for m in state.modules if getattr(m, "broadcast_buffers", False) for b in m.buffers()}
-            facts["statistics"] = [name for name, a in state.tensors.items() if id(a) in buffers]
-            facts["synced"] = [name for name, a in state.tensors.items() if id(a) in buffers & synced]
-            facts["others"] = [*state.others]
-            facts["params"] = [name for name, a in state.tensors.items() if a.requires_grad]
-            facts["soft"] = state.soft()
+            facts.statistics = [name for name, a in state.tensors.items() if id(a) in buffers]
+            facts.synced = [name for name, a in state.tensors.items() if id(a) in buffers & synced]
+            facts.others = [*state.others]
+            facts.params = [name for name, a in state.tensors.items() if a.requires_grad]
+            facts.soft = state.soft()
             is_divided = any(hasattr(p, "placements") for p in state.tensors.values())
             if is_divided and not self.reference and not any(hasattr(m, "unshard") for m in state.modules):  # by FSDP
-                facts["reason"] = (
+                facts.reason = (
                     "its parameters are divided by tensor parallelism, and only data parallelism is checked; pass "
                     "reference="
                 )
             now, versions = state.read(), state.versions()
-            send((facts, now))
-            seed_all(1000 * seed + rank)
+            send((facts, [summary(drawn[batch]) for batch in batches], now))
+            seed_all(1000 * options.seed + rank)
             normalization = Normalization(normalized) if normalized else None
             raw = self._watch_gradients(state) if world == 1 else {}
             for i, batch in enumerate(batches):
@@ -322,15 +318,16 @@ class PyTorch(Driver):
                 moved = any(a.any() for a in changes.values())
                 params = state.tensors
                 left = [p for p in params.values() if moved and p.is_leaf and p.grad is not None and p.grad.any()]
-                adaptive = not seen.optimizers or any(type(o).__name__ != "SGD" for o in seen.optimizers)
-                facts = {"adaptive": adaptive, "low": seen.low, "left": bool(left), "done": done, "limits": seen.limits}
+                facts.adaptive = not seen.optimizers or any(type(o).__name__ != "SGD" for o in seen.optimizers)
+                facts.low, facts.left = seen.low, facts.left or bool(left)
                 grads = {name: np.stack(seen.grads[p]) for name, p in params.items() if p in seen.grads}
                 examples = examples_of([a for a in leaves(data) if isinstance(a, Tensor)]) if probe else []
                 loss = losses[0].ravel() if len(losses) == 1 else np.zeros(0)
                 rest = state.changed(versions)
                 found = normalization.calls if normalization else []
-                send((facts, changes, grads, loss, examples, rest, dict(seen.rates), dict(raw), found, calls))
-                if clear:
+                seen_here = (done, seen.limits)
+                send((facts, seen_here, changes, grads, loss, examples, rest, dict(seen.rates), dict(raw), found, calls))
+                if options.clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
                 now = {name: after[name] for name in now}  # without arrays that the step has created
