@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,10 +79,10 @@ class Session:
     late: bool = False  # whether this was because of the time limit
     facts: Facts = field(default_factory=Facts)
 
-    def add(self, before: list[Arrays], after: list[Arrays], losses: Sequence[np.ndarray] = ()) -> None:
-        """Add a step. before, after: the parameters of each device."""
-        changes = [{n: a - old[n] for n, a in new.items()} for old, new in zip(before, after)]
-        self.steps.append(StepResult(changes, losses=[*losses]))
+
+def changes(before: list[Arrays], after: list[Arrays]) -> list[Arrays]:
+    """What a step has changed. before, after: the parameters of each device."""
+    return [{name: a - old[name] for name, a in new.items()} for old, new in zip(before, after)]
 
 
 class Driver:
@@ -102,11 +101,6 @@ class Driver:
         "statistics": "average them, or send those of the first to the others",
         "left": "set them to 0 after each update",
     }
-
-    @cached_property
-    def notes(self) -> list[str]:
-        """For the user, after `checks`."""
-        return []
 
     def batch(self, i: int, n: int) -> Any:
         """Batch i, of n examples. Here, random images and labels."""
@@ -141,6 +135,7 @@ class Driver:
         """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
         return ""
 
-    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
-        """What else can be said after the steps on k devices, most important first. is_wrong: if they differ."""
+    def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
+        """What else can be said after the steps on k devices, most important first. is_wrong: if they differ. note:
+        adds a line for the user."""
         yield from ()

@@ -274,16 +274,17 @@ class PyTorch(Driver):
             synced = {id(b) for m in state.modules if getattr(m, "broadcast_buffers", False) for b in m.buffers()}
             facts.statistics = [name for name, a in state.tensors.items() if id(a) in buffers]
             facts.synced = [name for name, a in state.tensors.items() if id(a) in buffers & synced]
-            facts.others = [*state.others]
             facts.params = [name for name, a in state.tensors.items() if a.requires_grad]
             facts.soft = state.soft()
+            facts.others = [*state.others, *facts.soft]
             is_divided = any(hasattr(p, "placements") for p in state.tensors.values())
             if is_divided and not self.reference and not any(hasattr(m, "unshard") for m in state.modules):  # by FSDP
                 facts.reason = (
                     "its parameters are divided by tensor parallelism, and only data parallelism is checked; pass "
                     "reference="
                 )
-            now, versions = state.read(), state.versions()
+            soft, versions = state.read(), state.versions()
+            now = {name: soft.pop(name) for name in [*soft] if name not in facts.soft}
             send((facts, [summary(drawn[batch]) for batch in batches], now))
             seed_all(1000 * options.seed + rank)
             normalization = Normalization(normalized) if normalized else None
@@ -324,9 +325,12 @@ class PyTorch(Driver):
                 examples = examples_of([a for a in leaves(data) if isinstance(a, Tensor)]) if probe else []
                 loss = losses[0].ravel() if len(losses) == 1 else np.zeros(0)
                 rest = state.changed(versions)
+                rest |= {n: after[n] for n, a in soft.items() if n in after and not np.array_equal(after[n], a)}
                 found = normalization.calls if normalization else []
                 seen_here = (done, seen.limits)
-                send((facts, seen_here, changes, grads, loss, examples, rest, dict(seen.rates), dict(raw), found, calls))
+                send(
+                    (facts, seen_here, changes, grads, loss, examples, rest, dict(seen.rates), dict(raw), found, calls)
+                )
                 if options.clear:
                     for p in left:
                         p.grad = torch.zeros_like(p.grad)
@@ -413,7 +417,7 @@ class PyTorchFile(PyTorch):
             np.random.default_rng = default_rng
         return self.own[Batch(batch.i, batch.n)]
 
-    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
+    def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         if is_wrong or "def evaluate_accuracy" not in self.text:
             return
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,18 +33,11 @@ def naming_what_it_does_not_call(step: Step, lesson: Lesson, others: Sequence[st
         nonlocal is_first
         if not is_first:
             return step(*args)
-        is_first, called, before = False, set[CodeType](), sys.getprofile()
-
-        def note(frame: FrameType, event: str, _: Any) -> None:
-            called.add(frame.f_code)
-
-        sys.setprofile(note)
-        try:
+        is_first, called = False, set[CodeType]()
+        with noting_calls(lambda frame: called.add(frame.f_code)):
             losses = step(*args)
-        finally:
-            sys.setprofile(before)
         names = [name for name in (*IN_A_STEP, "train") if name not in others and _is_changed(name, lesson)]
-        if left_out := [name for name in names if _code(getattr(lesson.module, name)) not in called]:
+        if left_out := [name for name in names if code_of(getattr(lesson.module, name)) not in called]:
             log.say(f"a step does not call your own {', '.join(left_out)} in {lesson.name}, with these settings")
         return losses
 
@@ -61,7 +54,19 @@ def _is_changed(name: str, lesson: Lesson) -> bool:
     return True
 
 
-def _code(function: Any) -> CodeType | None:
+@contextmanager
+def noting_calls(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call note(frame) whenever a Python function is called."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: note(frame) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, without its decorators."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
