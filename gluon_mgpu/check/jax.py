@@ -101,9 +101,7 @@ class JAX(Driver):
         except UsageError:  # the step fails, too
             return None
 
-    def run(
-        self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, constant: bool = False
-    ) -> Session:
+    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, constant: bool = False) -> Session:
         """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
         contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
         key = (k, options.double, constant, options.seed, *contents)
