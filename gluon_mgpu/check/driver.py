@@ -41,8 +41,7 @@ class StepResult:
     rest: list[Arrays] = field(default_factory=list)  # other state that has changed, as it is after the step
     rates: list[dict[str, float]] = field(default_factory=list)  # the settings of the optimizers
     raw: list[Arrays] = field(default_factory=list)  # the gradients of the backward pass, on one device
-    calls: list[Any] = field(default_factory=list)  # for the driver: what batch normalization got
-    modules: list[Any] = field(default_factory=list)  # for the driver: what each module got
+    modules: list[Any] = field(default_factory=list)  # for the driver: what modules of a network computed
 
     @property
     def moves(self) -> bool:

@@ -106,8 +106,7 @@ class JAX(Driver):
         session, before = Session(failure=outcome.failure, late=outcome.late), list[Arrays]()
         for i, [(facts, done, now, rest)] in enumerate(outcome.stages):
             session.facts, now = facts, joined(now, self.shapes)
-            for function, ran in done.items():
-                self.done.setdefault(function, set()).update(ran)
+            reached.add(self.done, done)
             if i:
                 session.steps.append(StepResult(changes_of(before, now), rest=rest))
             else:

@@ -1,4 +1,4 @@
-"""What objects and functions of the user lead to: nests, attributes, closures and global variables. Needs no framework."""
+"""What the user's objects and functions lead to: nests, attributes, closures, global variables. Needs no framework."""
 
 from __future__ import annotations
 

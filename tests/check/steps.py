@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -277,13 +278,29 @@ def gathering(state, part):
     work.is_completed()
 
 
-def ring(state, part):
-    loss, rank, world = plain(state, part).detach(), dist.get_rank(), dist.get_world_size()
-    if world > 1:
-        left, right = (rank - 1) % world, (rank + 1) % world
-        ops = [dist.P2POp(dist.isend, loss, right), dist.P2POp(dist.irecv, torch.zeros(()), left)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+def ring(waits):
+    def step(state, part):
+        loss, rank, world = plain(state, part).detach(), dist.get_rank(), dist.get_world_size()
+        if world > 1:
+            left, right = (rank - 1) % world, (rank + 1) % world
+            ops = [dist.P2POp(dist.isend, loss, right), dist.P2POp(dist.irecv, torch.zeros(()), left)]
+            for work in dist.batch_isend_irecv(ops):
+                if waits:
+                    work.wait()
+
+    return step
+
+
+def polling(state, part):
+    net, trainer = state
+    trainer.zero_grad()
+    loss_of(net, part).backward()
+    for p in net.parameters():
+        p.grad /= dist.get_world_size()
+        work = dist.all_reduce(p.grad, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+    trainer.step()
 
 
 def counting(rank, world):
@@ -435,7 +452,8 @@ RIGHT = {
     "complex numbers": (spectral, plain, EVEN),
     "bf16 hook": (hooked(bf16_compress_hook), plain, EVEN),
     "8 calls": (counting, over_calls(8, True), EVEN),
-    "a ring": (ddp, ring, EVEN),
+    "a ring": (ddp, ring(True), EVEN),
+    "polling": (alone, polling, EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -472,6 +490,7 @@ WRONG = {
     "a critic": (two_losses, critic_not_summed, EVEN, "[0].weight, [0].bias"),
     "gradients that are never set to 0": (counting, never_zeroed, EVEN, "zero_grad"),
     "a gather that is not awaited": (ddp, gathering, EVEN, "wait"),
+    "a ring that is not awaited": (ddp, ring(False), EVEN, "wait"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
 }
 UNKNOWN = {
