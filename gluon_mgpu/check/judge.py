@@ -73,7 +73,7 @@ class Report:
     @property
     def line(self) -> str:
         """What to tell the user, whatever the verdict."""
-        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *dict.fromkeys(self.how)])
+        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *self.how])
 
     def explain(self) -> str:
         """The verdict and the numbers, one per line."""
@@ -191,7 +191,7 @@ class Comparison:
         short = [a for a, b in pairs if len(a.steps) < min(len(b.steps), reference.steps)] if several.steps else []
         self.weak = short[0].failure or "it takes too long" if short else ""
         facts = [session.facts for session in (one, several, *exact)]
-        self.report.how += [*(text for of_session in facts for text in of_session.how), *how]
+        self._how(*(text for of_session in facts for text in of_session.how), *how)
         precision = max((of_session.low for of_session in facts), key=ROUNDING.__getitem__)
         self.sides, self.exact = Sides(several, one, precision), Sides(*exact, "float64")
 
@@ -297,7 +297,7 @@ class Comparison:
         self._warn_of(between, f"the {self.units} keep different state", "synchronize it")
         self._warn_of(from_one, f"state differs from that on one {self.unit}", "correct it")
         if self.weak:
-            self.report.how.append(
+            self._how(
                 f"compared only in float32, because float64 fails ({self.weak}), so that a mistake of less than "
                 f"{TOLERANCE['float32']:g} of the update is not seen"
             )
@@ -324,7 +324,7 @@ class Comparison:
         numbers = f"{apart:.1e} on {self.k} {self.units}, {of_one:.1e} on one"
         self._note(f"distance from the same step in float64: {numbers}")
         if low != "float32":
-            self.report.how.append(f"in float64, without the rounding of {low}")
+            self._how(f"in float64, without the rounding of {low}")
         rounding = 30 * ROUNDING[low]
         start = norm(flat(self.sides.one.start[0], names)) / (norm(flat(exact, names)) or 1)
         reason = f"float32 and float64 differ by {of_one:.0%} on one {self.unit}, more than rounding explains; "
@@ -356,6 +356,10 @@ class Comparison:
         if names:
             use = "if evaluation, a checkpoint or a later step uses it"
             self._note(f"warning: {what} ({listed(names)}); {advice} {use}")
+
+    def _how(self, *texts: str) -> None:
+        """Say how the steps are compared."""
+        self.report.how += [text for text in dict.fromkeys(texts) if text not in self.report.how]
 
     def _note(self, note: str) -> None:
         """Add a note, unless it was added for another number of devices."""
