@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from gluon_mgpu.check.arrays import (
     ROUNDING,
@@ -122,6 +123,11 @@ class Reference:
         yield "update", ""
         yield "repeatable", self._draws()
 
+    @cached_property
+    def exact(self) -> Session:
+        """The same steps in float64."""
+        return self.driver.run(1, self.batches, Options(double=True))
+
     def _take(self, steps: int) -> None:
         """steps: with even batches."""
         self.steps, self.sizes = steps, [self.n] * steps + [self.n + 1] * self.driver.uneven
@@ -186,7 +192,7 @@ class Comparison:
         exact = Session(), Session()
         if several.steps:
             options = Options(double=True, shards=self.shards)
-            exact = run(self.k, batches, options), run(1, batches, options)
+            exact = run(self.k, batches, options), run(1, batches, options) if self.shards else reference.exact
         pairs = zip(exact, (several, one))
         short = [a for a, b in pairs if len(a.steps) < min(len(b.steps), reference.steps)] if several.steps else []
         self.weak = short[0].failure or "it takes too long" if short else ""
