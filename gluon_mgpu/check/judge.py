@@ -301,6 +301,9 @@ class Comparison:
         last = reference.steps - 1
         between, from_one = self._sides(last).other_state(last)
         self._warn_of(between, f"the {self.units} keep different state", "synchronize it")
+        given = [name for name in from_one if name in sides.one.facts.soft]
+        reason = f"what the step is given besides parameters differs ({listed(given)}); compute it from all examples"
+        yield "update", reason if given else ""
         self._warn_of(from_one, f"state differs from that on one {self.unit}", "correct it")
         if self.weak:
             self._how(

@@ -410,6 +410,18 @@ def sum_of_moments(state, part):
     momentum.update()
 
 
+def with_mean(rank, world):
+    return *ddp(rank, world), {"mean": torch.zeros(20)}
+
+
+def sum_of_means(state, part):
+    *own, kept = state
+    plain(own, part)
+    mean = part["x"].mean(0)
+    dist.all_reduce(mean)
+    kept["mean"].copy_(mean)
+
+
 def two_networks(rank, world):
     other = mlp(lambda: nn.BatchNorm1d(16))
     return *ddp(rank, world), other, sgd(other)
@@ -492,6 +504,7 @@ WRONG = {
     "a gather that is not awaited": (ddp, gathering, EVEN, "wait"),
     "a ring that is not awaited": (ddp, ring(False), EVEN, "wait"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
+    "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }
 UNKNOWN = {
     "random numbers": (ddp, noisy, EVEN, "random numbers"),
