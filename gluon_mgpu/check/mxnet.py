@@ -221,7 +221,8 @@ class MXNet(Driver):
         def note(frame: FrameType) -> None:
             self.called.add(frame.f_code)
             if frame.f_code == computes and computes.co_argcount > 1:
-                for shard in frame.f_locals[computes.co_varnames[1]]:
+                shards = frame.f_locals[computes.co_varnames[1]]
+                for shard in shards if isinstance(shards, (list, tuple)) else ():
                     examples[shard.context] += shard.shape[0]
 
         with noting_calls(note):
