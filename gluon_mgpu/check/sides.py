@@ -89,22 +89,27 @@ class Sides:
         """State besides the parameters that steps change, such as a moving average in an attribute, and that differs
         after step i: between the devices, or from that on one."""
         several, one = self.step(i)
-        starts, arrays = [*self.one.kept, *self.several.kept], self.one.facts.others
+        facts, rests = self.one.facts, [*one.rest, *several.rest]
+        starts = [*self.one.kept, *self.several.kept] or [Arrays()] * len(rests)
+        items = [(name, a, start) for rest, start in zip(rests, starts) for name, a in rest.items()]
         between, from_one = list[str](), list[str]()
-        for name, value in one.rest[0].items() if one.rest else ():
-            found = [rest.get(name, np.zeros(0)) for rest in several.rest]
-            if any(a.shape != value.shape for a in found):
-                between += [name] if name in self.one.facts.soft else []
+        for name in dict.fromkeys(name for name, a, start in items if not is_same(a, start.get(name))):
+            value, *found = (rest.get(name) for rest in rests)  # None: it has not changed, or it is not there
+            arrays = [a for a in (value, *found) if a is not None]
+            limit = TOLERANCE[self.precision] * max(map(norm, arrays))
+            if self.one.kept and len(arrays) < len(rests):
                 continue
-            if starts and all(unchanged(a, start.get(name)) for a, start in zip([value, *found], starts)):
-                continue  # a constant, such as the number of devices
-            limit = TOLERANCE[self.precision] * max(norm(value), *map(norm, found))
-            if not all(is_close(a, found[0], limit) for a in found):
-                between += [name] if arrays is None or name in arrays else []
-            elif not is_close(found[0], value, limit):
+            if len({a.shape for a in arrays}) > 1:
+                between += [name] if name in facts.soft else []
+            elif not all(is_same(a, found[0], limit) for a in found):
+                between += [name] if facts.others is None or name in facts.others else []
+            elif value is not None and not is_same(found[0], value, limit):
                 from_one.append(name)
         return between, from_one
 
 
-def unchanged(now: np.ndarray, before: np.ndarray | None) -> bool:
-    return before is not None and now.shape == before.shape and is_close(now, before, 0)
+def is_same(a: np.ndarray | None, b: np.ndarray | None, limit: float = 0) -> bool:
+    """Whether two arrays have the same shape and differ by at most a limit, or there are none."""
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and is_close(a, b, limit)

@@ -383,6 +383,19 @@ class Center(nn.Module):
         return x
 
 
+class Largest(nn.Module):
+    """Only one process has its own largest input."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.largest = rank, torch.zeros(())
+
+    def forward(self, x):
+        if dist.get_rank() == self.rank:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+        return x
+
+
 class Momentum:
     """Each process has a moment of its own gradients; the sum of these is that of one process."""
 
@@ -513,6 +526,8 @@ UNKNOWN = {
 # {case: (make, step, options, a part of the notes)}
 NOTED = {
     "an average in an attribute": (made(DDP, layer=Center), plain, EVEN, "running"),
+    "an attribute of process 0": (made(DDP, layer=lambda: Largest(0)), plain, EVEN, "different state (1.largest)"),
+    "an attribute of process 1": (made(DDP, layer=lambda: Largest(1)), plain, EVEN, "different state (1.largest)"),
     "moments of own gradients": (with_moments, sum_of_moments, EVEN, "moments"),
     "a line that did not run": (ddp, logging, EVEN, "line "),
 }
