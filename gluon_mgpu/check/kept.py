@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gluon_mgpu.check.driver import Arrays
-from gluon_mgpu.check.reachable import Parts, Path, attributes_of, name_of, parts_of, reachable
+from gluon_mgpu.support.reachable import Parts, Path, attributes_of, name_of, parts_of, reachable
 
 
 def kept(module: ModuleType, devices: Sequence[Any], **more: Any) -> list[Arrays]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from gluon_mgpu.check.processes import is_users
+from gluon_mgpu.support.programs import is_users
 
 Key = tuple[str, int, str]  # file, first line, name
 Done = dict[Key, set[Any]]  # lines that ran, and (line, offset, whether it jumped) of conditions

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gluon_mgpu.check.driver import Arrays
 from gluon_mgpu.check.pytorch.tensors import array_of
-from gluon_mgpu.check.reachable import Parts, name_of, parts_of, reachable
+from gluon_mgpu.support.reachable import Parts, name_of, parts_of, reachable
 
 WRAPPED = ("module", "_orig_mod")  # what DDP and torch.compile wrap
 PREFIX = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(WRAPPED)})\.")  # in the names of parameters

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gluon_mgpu.check.reachable import Parts, parts_of, reachable
+from gluon_mgpu.support.reachable import Parts, parts_of, reachable
 
 NO_DATA = (str, bytes, int, float, FunctionType, type, ModuleType, nn.Module)  # in a batch
 

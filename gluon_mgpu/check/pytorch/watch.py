@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gluon_mgpu.check.driver import Arrays
-from gluon_mgpu.check.processes import is_users, users_line
 from gluon_mgpu.check.pytorch.tensors import array_of
+from gluon_mgpu.support.programs import is_users, users_line
 
 COLLECTIVES = (
     "all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter_tensor gather scatter all_to_all "

@@ -5,7 +5,7 @@ from collections import UserDict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from gluon_mgpu.check.reachable import name_of, reachable
+from gluon_mgpu.support.reachable import name_of, reachable
 
 counter = ["a global variable"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from gluon_mgpu.check.processes import is_users
+from gluon_mgpu.support.programs import is_users
 
 Path = tuple[Any, ...]  # keys, indices and names of attributes
 Parts = Iterable[tuple[Path, Any]]  # what is in an object, and the path from the object to it
