@@ -6,6 +6,7 @@ processes, forks of this one. They exchange only what the step does; what they f
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,14 @@ from gluon_mgpu.check.driver import AS_WRITTEN, Claim, Driver, Options, Session,
 from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.processes import Send
 from gluon_mgpu.check.pytorch.program import Batch, FileProgram, Program, divided
-from gluon_mgpu.check.pytorch.stress import STRESS
 from gluon_mgpu.check.pytorch.trace import Event, first_difference
 from gluon_mgpu.check.pytorch.worker import Start, Taken, Worker
+
+STRESS = {
+    "with larger gradients": Options(factor=1e4),
+    "with larger inputs": Options(scale=100.0),
+    "if one process gets numbers that are not finite": Options(factor=math.nan, scale=math.nan),
+}
 
 
 def parallel(

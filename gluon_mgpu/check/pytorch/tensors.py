@@ -80,17 +80,24 @@ def is_float(array: Any) -> bool:
     return array.is_floating_point() if isinstance(array, Tensor) else array.dtype.kind == "f"
 
 
-def own_copy(array: Any, double: bool = False, requires_grad: bool = False, scale: float = 1) -> Any:
-    """A process's own copy of a tensor or an array. scale: of real numbers."""
+def own_copy(array: Any, double: bool = False, requires_grad: bool = False, factor: float = 1) -> Any:
+    """A process's own copy of a tensor or an array. factor: of real numbers."""
     is_tensor = isinstance(array, Tensor)
     copied = array.detach().clone() if is_tensor else array.copy()
     if not is_float(array):
         return copied.to(torch.complex128) if double and is_tensor and array.is_complex() else copied
     if double:
         copied = copied.double() if is_tensor else copied.astype(np.float64)
-    if scale != 1:
-        copied = copied * scale
+    if factor != 1:
+        copied = copied * factor
     return copied.requires_grad_(requires_grad) if is_tensor and not copied.is_sparse else copied
+
+
+def set_last(batch: Any, n: int, value: float) -> None:
+    """Set the real numbers of the last example of a batch."""
+    for a in leaves(batch):
+        if is_float(a) and a.ndim and len(a) == n and not getattr(a, "is_sparse", False):
+            a[-1] = value
 
 
 def with_gradients(batch: Any, n: int) -> list[int]:

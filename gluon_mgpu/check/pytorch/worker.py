@@ -24,8 +24,7 @@ from gluon_mgpu.check.pytorch.float64 import Float64
 from gluon_mgpu.check.pytorch.normalization import Normalization
 from gluon_mgpu.check.pytorch.program import Batch, Program, seed_all
 from gluon_mgpu.check.pytorch.state import State
-from gluon_mgpu.check.pytorch.stress import scale_gradients, set_last
-from gluon_mgpu.check.pytorch.tensors import array_of, copy_of, leaves, own_copy, with_gradients
+from gluon_mgpu.check.pytorch.tensors import array_of, copy_of, leaves, own_copy, set_last, with_gradients
 from gluon_mgpu.check.pytorch.trace import Event, traced_modules
 from gluon_mgpu.check.pytorch.watch import Watch
 
@@ -133,12 +132,12 @@ class Worker:
 
     def _copy(self, batch: Batch, drawn: Any) -> Any:
         """This process's own copy of a batch."""
-        double, scale = self.options.double, self.options.scale
-        if math.isfinite(scale):
-            own = partial(own_copy, double=double, requires_grad=self.probe, scale=scale)
-            return copy_of(drawn, batch.n, batch.examples, own)
-        data = copy_of(drawn, batch.n, batch.examples, partial(own_copy, double=double))
-        set_last(data, len(batch), scale)
+        scale = self.options.scale
+        factor = scale if math.isfinite(scale) else 1
+        own = partial(own_copy, double=self.options.double, requires_grad=self.probe, factor=factor)
+        data = copy_of(drawn, batch.n, batch.examples, own)
+        if scale != factor:
+            set_last(data, len(batch), scale)
         return data
 
     def _is_new(self) -> bool:
@@ -192,6 +191,19 @@ def facts_of(state: State, is_normalized: bool, is_data_parallel: bool) -> Facts
 def is_synced(module: nn.Module) -> bool:
     """Whether batch normalization computes the statistics of all processes."""
     return isinstance(module, nn.SyncBatchNorm)
+
+
+def scale_gradients(factor: float) -> None:
+    """Multiply the gradients with which each backward pass begins."""
+    backward = torch.autograd.backward
+
+    def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
+        grads = [(torch.ones_like(t) if g is None else g) * factor for t, g in zip(tensors, grads)]
+        backward(tensors, grads, *args, **options)
+
+    torch.autograd.backward = scaled
 
 
 def switch_dropout_off(modules: Sequence[nn.Module]) -> bool:
