@@ -135,6 +135,11 @@ class Evidence:
         steps = [step for step in [*found, *(self.take(1, batches) for batches in alone)] if step]
         return steps if len(steps) == self.k + 2 else []
 
+    @property
+    def is_wrong_alone(self) -> bool:
+        """Whether fresh copies of the code take a wrong step, too."""
+        return bool(self.steps and self.updates.wrong)
+
     def _terms(self, several: list[Arrays], *others: list[Arrays]) -> Terms:
         whole, *alone = (arrays for [arrays] in others)
         return Terms(self.sides, self.sizes, several, whole, alone)
@@ -162,6 +167,20 @@ class Evidence:
         return unequal(changes) if any(self.updates.differing(change, changes[0]) for change in changes) else []
 
     @property
+    def reads_all(self) -> bool:
+        """Whether each device uses all examples."""
+        return all(len({*part}) == self.size for part in self.examples or ())
+
+    @cached_property
+    def factor(self) -> float | None:
+        """The update as a multiple of the right one; None if it is none."""
+        if not self.steps or not self.terms.wrong:
+            return None
+        found, expected = (flat(arrays, self.terms.wrong) for arrays in (self.terms.worst, self.terms.whole))
+        factors = fitted_weights(found, [expected], 5e-3 * norm(found - expected))
+        return None if factors is None else factors[0] + 0.0  # not -0
+
+    @property
     def update(self) -> str:
         """Which arrays are wrong, or which part of one."""
         return "the update" + places(self.terms.elements, self.terms.whole, self.every)
@@ -179,12 +198,18 @@ def usual_parts(examples: Shards | None, k: int, n: int) -> Shards:
     return [part.tolist() for part in np.array_split(range(n), k)]
 
 
+def is_close_to(factor: float | None, expected: float) -> bool:
+    return factor is not None and abs(factor - expected) < 1e-3
+
+
 # Causes. Each function returns the reason if the evidence supports it, else "".
 
 
 def wrong_shards(e: Evidence) -> str:
     """Not each example is on exactly one device."""
-    return wrong_split(e.examples, e.size, e.driver.divides, e.unit) if e.examples else ""
+    if not e.examples or e.driver.infers and e.reads_all and not is_close_to(e.factor, e.k):
+        return ""  # a device may read all examples, as mixup does, and compute the gradients of some
+    return wrong_split(e.examples, e.size, e.driver.divides, e.unit)
 
 
 def fails_in_parts(e: Evidence) -> str:
@@ -273,15 +298,13 @@ def means_of_uneven_shards(e: Evidence) -> str:
 
 def a_multiple(e: Evidence) -> str:
     """The update is a multiple of the right one, such as k times."""
-    found, expected = (flat(arrays, e.terms.wrong) for arrays in (e.terms.worst, e.terms.whole))
-    factors = fitted_weights(found, [expected], 5e-3 * norm(found - expected))
-    if factors is None:
+    factor = e.factor
+    if factor is None:
         return ""
-    factor = factors[0] + 0.0  # not -0
     advice = f"use the same learning rate and divisor for any number of {e.units}"
-    if abs(factor - 1 / e.k) < 1e-3:
+    if is_close_to(factor, 1 / e.k):
         advice = "add the gradients, and divide only by the size of the batch"
-    elif abs(factor - e.k) < 1e-3:
+    elif is_close_to(factor, e.k):
         several, one, *_ = e.steps
         advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
         advice += ", not of a shard, as a mean loss does"

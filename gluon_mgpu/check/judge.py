@@ -247,8 +247,6 @@ class Comparison:
         losses = wrong_losses(here.losses, there.losses, reference.sizes[i])
         if not (wrong or losses or sides.unsynced(several.steps[i].changes)):
             return "update", ""
-        if i > reference.first and not uneven:
-            return "update", self._later(i, wrong)
         chosen = slice(0 if i <= reference.first else i, i + 1)
         changed = {name for step in sides.one.steps for name, a in step.changes[0].items() if a.any()}
         evidence = Evidence(
@@ -261,6 +259,8 @@ class Comparison:
             reference.batches[chosen],
             self.shards[chosen],
         )
+        if i > reference.first and not uneven and not evidence.is_wrong_alone:
+            return "update", self._later(i, wrong)
         return next((claim, reason) for claim, cause in CAUSES if (reason := cause(evidence)))
 
     def _sides(self, i: int) -> Sides:

@@ -98,6 +98,17 @@ def leaving():
     return step
 
 
+def for_some_batches():
+    """A step whose shards have the same weight, except for the first batch."""
+
+    def step(w, Xs, ys):
+        X = np.concatenate(Xs)
+        is_first = np.allclose(X, Regression.batch(None, 0, len(X))[0])
+        return (summed()() if is_first else weighted)(w, Xs, ys)
+
+    return step
+
+
 def of_later_steps_only():
     """nan in the second step, on any number of devices."""
     count = []
@@ -143,6 +154,21 @@ def test_each_cause_is_found_by_its_own_row_of_the_table(cause, monkeypatch):
     report = judge.compare(Regression(WRONG[cause]), (2, 3))
     [(claim, function)] = found
     assert function is cause and report.status == judge.DIFFERENT and report.claims[claim]
+
+
+def test_a_later_step_that_is_wrong_because_of_its_batch_is_judged_as_a_first_one():
+    report = judge.compare(Regression(for_some_batches), (2,))
+    assert report.status == judge.DIFFERENT and "1.3 × device 1" in report.claims["update"]
+
+
+@pytest.mark.parametrize(
+    "step, claim", [(WRONG[evidence.labels_of_others], "update"), (WRONG[evidence.a_multiple], "devices")]
+)
+def test_a_device_may_read_all_examples_unless_the_update_is_a_multiple(step, claim):
+    driver = Regression(step)
+    driver.infers, driver.split = True, lambda k, batch, n: [[*range(n)]] * k
+    report = judge.compare(driver, (2,))
+    assert [name for name, reason in report.claims.items() if reason] == [claim]
 
 
 def test_a_right_step_is_accepted_and_taken_once_on_one_device():

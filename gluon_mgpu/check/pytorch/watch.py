@@ -38,6 +38,7 @@ class Watch:
         self.low = "float32"  # the lowest precision
         self.limits: dict[str, bool] = {}  # what may be clipped or skipped, and where; whether it was
         self._updates = self._depth = 0
+        self._params: list[Tensor] = []
         self._works: list[Work] = []
         self._watch_updates()
         self._watch_precision()
@@ -50,6 +51,7 @@ class Watch:
         self.raw.clear()
         self.rates.clear()
         self._updates = self._depth = 0
+        self._versions = [p._version for p in self._params]
 
     @property
     def is_adaptive(self) -> bool:
@@ -57,14 +59,16 @@ class Watch:
         return not self.optimizers or any(type(optimizer).__name__ != "SGD" for optimizer in self.optimizers)
 
     def watch_backward(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note the sums of the gradients that backward passes compute."""
+        """Note the sums of the gradients that backward passes compute, until a parameter is changed."""
 
         def add(name: str, grad: Tensor) -> None:
-            self.raw[name] = self.raw.get(name, 0) + array_of(grad)
+            if self._versions == [p._version for p in self._params]:
+                self.raw[name] = self.raw.get(name, 0) + array_of(grad)
 
-        for name, p in tensors.items():
-            if p.requires_grad and p.is_leaf and not hasattr(p, "placements"):
-                p.register_hook(functools.partial(add, name))
+        watched = {n: p for n, p in tensors.items() if p.requires_grad and p.is_leaf and not hasattr(p, "placements")}
+        for name, p in watched.items():
+            p.register_hook(functools.partial(add, name))
+        self._params = [*watched.values()]
 
     def _watch_updates(self) -> None:
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -114,7 +118,11 @@ class Watch:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             result, caller = function(*args, **options), sys._getframe(1)
-            if result is None or not is_users(caller.f_code.co_filename):
+            if not is_users(caller.f_code.co_filename):
+                return result
+            if self._depth:  # the optimizer itself sums gradients: it does not use those that were noted
+                self.grads.clear()
+            if result is None:
                 return result
             works = [Work(work, caller.f_lineno) for work in (result if isinstance(result, list) else [result])]
             self._works += works
