@@ -118,6 +118,10 @@ class Driver:
         """Take a step with each batch on k devices, with a fresh copy of the user's code."""
         raise NotImplementedError
 
+    def finds_more(self, session: Session) -> bool:
+        """If no step of a session changes a parameter: whether it trains something else, which counts from now on."""
+        return False
+
     def clips(self) -> bool:
         """Whether a step has clipped gradients."""
         return False

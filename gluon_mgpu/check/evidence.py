@@ -138,7 +138,7 @@ class Evidence:
     @property
     def is_wrong_alone(self) -> bool:
         """Whether fresh copies of the code take a wrong step, too."""
-        return bool(self.steps and self.updates.wrong)
+        return bool(self.steps and self.terms.wrong)
 
     def _terms(self, several: list[Arrays], *others: list[Arrays]) -> Terms:
         whole, *alone = (arrays for [arrays] in others)
@@ -314,6 +314,19 @@ def a_multiple(e: Evidence) -> str:
     return f"{e.update} is {factor:.5g} times that of one {e.unit}; {advice}"
 
 
+def a_penalty_of_each(e: Evidence) -> str:
+    """The update differs by a multiple of the parameters, as if a penalty were counted several times."""
+    start = e.sides.one.start[0]
+    for name in e.terms.wrong:
+        error = e.terms.worst[name] - e.terms.whole[name]
+        if fitted_weights(error, [start[name]], 1e-2 * norm(error)) is None:
+            return ""
+    return (
+        f"{e.update} differs from that of one {e.unit} by a multiple of the parameters: weight decay, or a penalty in "
+        f"the loss, counts once for each {e.unit}; add it after the sum, or share it out"
+    )
+
+
 def a_loss_that_is_no_sum(e: Evidence) -> str:
     """On one device, the gradients of the shards do not add up to those of the batch."""
     whole, *raws = (step.raw[0] if step.raw else Arrays() for step in e.steps[1:])
@@ -378,6 +391,9 @@ def unknown(e: Evidence) -> str:
     error, name = e.terms.largest_error
     advice = "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
     advice += "others without gradients"
+    if e.terms.differing(total(e.terms.parts, e.terms.whole)):
+        advice = f"on one {e.unit}, the updates of the shards do not add up to that of the batch; look for a mean, a "
+        advice += "weight, statistics or negatives of a shard, and for clipping or weight decay before the sum"
     return f"{e.update} differs from that of one {e.unit}, by {error:.0%} for {name}; {advice}{e.beginning}"
 
 
@@ -395,6 +411,7 @@ CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that th
     ("update", clipped_alone),
     ("update", means_of_uneven_shards),
     ("update", a_multiple),
+    ("update", a_penalty_of_each),
     ("update", a_loss_that_is_no_sum),
     ("update", changed_before_the_sum),
     ("update", other_weights),

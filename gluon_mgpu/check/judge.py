@@ -115,6 +115,8 @@ class Reference:
         yield "runs", self.session.failure if len(even) < self.wanted else not_finite(even)
         if self._first_that_moves() is None:
             self._take(MOST)
+            if self._first_that_moves() is None and self.driver.finds_more(self.session):
+                self._take(self.wanted)
             claim, reason = self.driver.still
             yield claim, reason if self._first_that_moves() is None else ""
         self.first = self._first_that_moves() or 0

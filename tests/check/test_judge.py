@@ -130,6 +130,7 @@ WRONG = {
     evidence.not_finite_update: summed(after=lambda total, k: total * np.float32("inf")),
     evidence.means_of_uneven_shards: lambda: means,
     evidence.a_multiple: summed(after=lambda total, k: total * k),
+    evidence.a_penalty_of_each: summed(after=lambda total, k: total + (0.01 * k * W).astype(total.dtype)),
     evidence.changed_before_the_sum: summed(change=lambda grad: grad * (abs(grad) > abs(grad).max() / 3)),
     evidence.other_weights: lambda: weighted,
     evidence.errors_that_scatter: summed(after=scattered(1e-2)),

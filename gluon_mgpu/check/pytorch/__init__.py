@@ -139,6 +139,11 @@ class PyTorch(Driver):
         for limit, is_reached in taken.limits.items():
             self.limits[limit] = self.limits.get(limit, False) or is_reached
 
+    def finds_more(self, session: Session) -> bool:
+        changed = {name for step in session.steps for name in step.rest[0]}
+        self.program.trains_given = bool(changed & {*session.facts.soft})
+        return self.program.trains_given
+
     def clips(self) -> bool:
         return any(is_reached for limit, is_reached in self.limits.items() if "clip_grad" in limit)
 

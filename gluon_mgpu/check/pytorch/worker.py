@@ -104,6 +104,8 @@ class Worker:
         self.normalization = Normalization(normalized) if is_divided else None
         self.facts = facts_of(self.state, bool(normalized), is_data_parallel=not self.program.reference)
         self.facts.how = ["with dropout off"] * is_switched
+        if self.program.trains_given:
+            self.facts.soft = []
         if self.world == 1:
             self.watch.watch_backward(self.state.tensors)
         self.tensors, self.marks = self.state.read(), self.state.marks()
