@@ -49,7 +49,8 @@ def place(net: Net, arrays: Sequence[NDArray], ctx: list[Context], sharded: bool
 
     sharded: copy only chunk i of each bucket to device i.
     """
-    k, start, buckets = len(ctx), 0, []
+    k, start = len(ctx), 0
+    buckets = []
     for _, shapes in net:
         whole = bucket(arrays[start : start + len(shapes)])
         start += len(shapes)
@@ -226,7 +227,7 @@ def ddp(
 ) -> list[NDArray]:
     """Run a step on images X (n, 1, 28, 28) and labels y (n,), with data parallelism.
 
-    weights, moments: from `place`. Their update is `optimizer`; see `update`. Returns each shard's losses (n,).
+    weights, moments: as placed by `place`. optimizer: see `update`. Returns each shard's losses (n,).
     """
     losses, grads = forward_backward(net, weights, *shards(X, y, ctx), ring_allreduce)
     update(optimizer, weights, grads, moments, X.shape[0])

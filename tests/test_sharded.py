@@ -32,8 +32,8 @@ def train(devices, zero, optimizer):
     for seed, n in enumerate((9, 16, 8)):
         STEPS[zero](*batch(n, seed), sharded.LENET, weights, moments, contexts(devices), rule)
     arrays = sharded.collect(sharded.LENET, weights, sharded=zero == 3)
-    for of_weights in moments:
-        arrays += sharded.collect(sharded.LENET, of_weights, sharded=zero > 0)
+    for buckets in moments:
+        arrays += sharded.collect(sharded.LENET, buckets, sharded=zero > 0)
     return [array.asnumpy() for array in arrays]
 
 

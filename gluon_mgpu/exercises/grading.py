@@ -89,9 +89,9 @@ def _kind(error: BaseException) -> str:
     """The name of an answer's error in mistakes.ini."""
     if isinstance(error, MemoryError) or "to allocate" in str(error):
         return "memory-limit"
-    return (
-        "syntax-error" if isinstance(error, SyntaxError) else "name-error" if isinstance(error, NameError) else "error"
-    )
+    if isinstance(error, SyntaxError):
+        return "syntax-error"
+    return "name-error" if isinstance(error, NameError) else "error"
 
 
 def _shown(value: Any) -> str:
