@@ -78,45 +78,6 @@ FORWARD = """
     def forward({arguments}):
 {lines}"""
 
-# Loads a written module and its parameters as `net`, and the samples' inputs as `samples`
-LOAD = """
-import sys
-
-sys.path = [*filter(None, sys.path)]  # the current folder may contain a random.py
-import runpy, traceback
-import numpy as np, torch
-from safetensors.torch import load_model
-
-base = sys.argv[1]
-
-
-def explain(kind, error, trace):  # with the line of forward, which names the layer
-    lines = [frame.line for frame in traceback.extract_tb(trace) if frame.filename == base + ".py"]
-    print(f"{kind.__name__}: {error}".splitlines()[0], f"in: {lines[-1]}" if lines else "", file=sys.stderr)
-
-
-sys.excepthook = explain
-torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
-for name in ("kaiming_uniform_", "uniform_", "normal_"):  # random values would be replaced
-    setattr(torch.nn.init, name, lambda array, *_, **__: array)
-net = runpy.run_path(base + ".py")["Net"]()
-load_model(net, base + ".safetensors")
-net.eval()
-with np.load(base + ".npz") as arrays:
-    samples = {}
-    for name in arrays:
-        samples.setdefault(name.split()[0], []).append(torch.from_numpy(arrays[name]))
-"""
-RUN = """
-results = {}
-for sample, inputs in samples.items():
-    with torch.no_grad():
-        outputs = net(*inputs)
-    for i, output in enumerate(outputs if isinstance(outputs, tuple) else [outputs]):
-        results[f"{sample} {i}"] = output.numpy()
-np.savez(base + ".npz", **results)
-"""
-
 LINE_LENGTH = 100
 MOST_TARGETS = 4  # variables to which one line assigns
 # Options of layers that need not be written
@@ -650,18 +611,20 @@ def write(network: Exported, base: str) -> None:
     save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
 
 
-def load_and_run(network: Exported, base: str, program: str) -> None:
-    """Run a program in a new process, after the written files have been loaded."""
+def run(network: Exported, base: str, *tasks: str) -> None:
+    """Run tasks of pytorch_process.py, which load the written files."""
     inputs = {f"{i} {k}": X for i, sample in enumerate(network.samples) for k, X in enumerate(sample.inputs)}
-    np.savez(f"{base}.npz", **inputs)
-    subprocesses.raise_for_status("PyTorch", subprocesses.run([sys.executable, "-c", LOAD + program, base]))
+    np.savez(f"{base}.inputs.npz", **inputs)
+    program = str(Path(__file__).with_name("pytorch_process.py"))
+    command = subprocesses.python(f"import runpy; runpy.run_path({program!r}, run_name='__main__')")
+    subprocesses.raise_for_status("PyTorch", subprocesses.run([*command, base, *tasks]))
 
 
 def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files in a new process, and compute the outputs for each of the network's samples."""
     gradients.write_reference(network, base)
-    load_and_run(network, base, RUN + gradients.COMPARE)
-    with np.load(f"{base}.npz") as arrays:
+    run(network, base, "outputs", "gradients")
+    with np.load(f"{base}.outputs.npz") as arrays:
         return [[arrays[f"{i} {k}"] for k in range(len(sample.outputs))] for i, sample in enumerate(network.samples)]
 
 
@@ -669,5 +632,5 @@ def differences(network: Exported, base: str, tolerance: float) -> gradients.Dif
     """How the written module trains differently. `outputs` has run before."""
     if gradients.failed(base):  # such as an operator that PyTorch computes only in float32
         gradients.write_reference(network, base, ["float32"])
-        load_and_run(network, base, gradients.COMPARE)
+        run(network, base, "gradients")
     return gradients.differences(network, base, tolerance)
