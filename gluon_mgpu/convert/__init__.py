@@ -22,7 +22,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
-from gluon_mgpu.convert.exported import Exported, from_files, from_run, has_lengths, last_line
+from gluon_mgpu.convert.exported import Exported, from_files, from_run, last_line
 from gluon_mgpu.support.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Exported", "check_prefix", "from_files", "from_run", "save"]
@@ -114,7 +114,7 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
         report += f"{uncompared}\n"
     if len(given.samples) > len(network.samples):
         report += "the files accept only inputs of the given size\n"
-    if any(map(has_lengths, network.graph["nodes"])):
+    if any(node.has_lengths for node in network.graph.nodes):
         report += "MXNet ignores the lengths of recurrent layers on CPUs, so the check used full lengths\n"
     if {*batches} == {1}:
         report += "the files accept only one example at a time\n"

@@ -13,13 +13,15 @@ import os
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, Union
 
 import numpy as np
+
+from gluon_mgpu.convert.graph import Entry
 
 MOST_STEPS, MOST_INPUTS = 400, 4  # of a group
 LEAST_UNITS = 3  # that become a class
@@ -32,7 +34,6 @@ NUMBER = re.compile(r"(?<!\w)\((?:-?\d+(?:, )?)+,?\)|(?<![\w.])-?\d[\d.]*(?:e-?\
 # Names for the numbers that create a layer
 WORDS = {"nn.Conv": ("inputs", "channels"), "nn.Linear": ("inputs", "units"), "nn.BatchNorm": ("channels",)}
 
-Entry = tuple[int, int]  # one output of a node of the graph: the node's index, and the index of the output
 Span = tuple[int, int]  # of steps: the first one, and the one after the last
 
 
@@ -106,13 +107,23 @@ class Class:
                 uses.setdefault(entry, []).append(at)
         return uses
 
+    def calls(self) -> Counter[Layer]:
+        """How often each layer is used."""
+        return Counter(layer for step in self.steps for layer in step.layers())
+
 
 def find(network: Class, taken: set[str]) -> list[Class]:
     """Move blocks of a network into classes, which are returned. taken: names that the classes cannot have."""
     _move_independent(network)
-    classes = [*_units(network, taken)]
+    classes = list[Class]()
+    for kind, length in (("ConvNormAct", 3), ("ConvNorm", 2)):
+        while spans := _units(network, length):
+            paths = [layers_of(network.steps[slice(*span)])[0].name for span in spans]
+            classes.append(_outline(network, spans, class_name(kind, taken), paths, ["conv", "norm"]))
     while spans := _best(network):
-        classes.append(_outline(network, _extended(network, spans), taken))
+        spans = _extended(network, spans)
+        kind, paths = _block_names(network, spans)
+        classes.append(_outline(network, spans, class_name(kind, taken), paths))
     _connect(network)
     return classes
 
@@ -132,6 +143,25 @@ def identifier(name: str, others: set[str]) -> str:
     return name
 
 
+def class_name(kind: str, taken: set[str]) -> str:
+    """A name for a new class: kind, or kind with a number. It is added to `taken`."""
+    count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
+    return identifier(f"{kind}{count + 1}" if count else kind, taken)
+
+
+def form(steps: list[Statement], inputs: Iterable[Entry], results: Iterable[Entry] = ()) -> tuple[Any, ...]:
+    """What steps have in common that can be calls of one class: the operators, and how they are connected."""
+    places: dict[Any, Any] = {layer: k for k, layer in enumerate(layers_of(steps))}
+    places |= {entry: (-1, k) for k, entry in enumerate(inputs)}
+    described = list[Any]()
+    for at, step in enumerate(steps):
+        operands = [places[x.layer] if isinstance(x, Parameter) else places[x] for x in step.operands]
+        used = [(places[x], NUMBER.sub("0", x.code), x.evaluated, x.frozen) for x in step.layers()]
+        described.append((step.code, *operands, *used))
+        places |= {entry: (at, k) for k, entry in enumerate(step.outputs)}
+    return (*described, *(places[entry] for entry in results))
+
+
 def _move_independent(network: Class) -> None:
     """Move steps that depend on no layer, such as the computation of a mask, to the beginning."""
     known, first, rest = {*network.inputs}, list[Statement](), list[Statement]()
@@ -142,34 +172,15 @@ def _move_independent(network: Class) -> None:
     network.steps = first + rest
 
 
-def _units(network: Class, taken: set[str]) -> Iterator[Class]:
-    """Move convolutions with their normalization, and then with their activation, into classes."""
-    for kind, length in (("ConvNormAct", 3), ("ConvNorm", 2)):
-        uses, calls = network.uses(), Counter(layer for step in network.steps for layer in step.layers())
-        groups: dict[Any, list[Span]] = {}
-        for start in range(len(network.steps) - length + 1):
-            span = start, start + length
-            if _is_unit(network.steps[slice(*span)], uses, start) and (form := _form(network, span, calls, length)):
-                groups.setdefault(form, []).append(span)
-        for spans in sorted((spans for spans in groups.values() if len(spans) >= LEAST_UNITS), key=len, reverse=True):
-            name = (
-                f"{kind}{count}"
-                if (count := sum(bool(re.fullmatch(rf"{kind}\d*", other)) for other in taken) + 1) > 1
-                else kind
-            )
-            bodies = [network.steps[slice(*span)] for span in spans]
-            inputs: dict[Entry, str] = dict.fromkeys(_inputs(bodies[0]), "x")
-            paths = [layers_of(body)[0].name for body in bodies]
-            code, layers = define(
-                identifier(name, taken), bodies, inputs, [*bodies[0][-1].outputs], paths, ["conv", "norm"]
-            )
-            for (start, end), body, layer in zip(spans, bodies, layers):
-                layer.is_unit = True
-                # The other steps keep their places until all groups are replaced
-                call = Statement(layer.name, "self.layer(_0_)", [*_inputs(body)], body[-1].outputs, layer)
-                network.steps[start:end] = [call, *[Statement("", "", [], [])] * (length - 1)]
-            yield code
-        network.steps = [step for step in network.steps if step.code or step.is_loop]
+def _units(network: Class, length: int) -> list[Span]:
+    """The spans of the largest group of convolutions with their normalization and, if length is 3, their activation."""
+    uses, calls = network.uses(), network.calls()
+    groups: dict[Any, list[Span]] = {}
+    for start in range(len(network.steps) - length + 1):
+        span = start, start + length
+        if _is_unit(network.steps[slice(*span)], uses, start) and (found := _form(network, span, calls, length)):
+            groups.setdefault(found, []).append(span)
+    return max((spans for spans in groups.values() if len(spans) >= LEAST_UNITS), key=len, default=[])
 
 
 def _is_unit(steps: list[Statement], uses: dict[Operand, list[int]], start: int) -> bool:
@@ -189,17 +200,17 @@ def _is_unit(steps: list[Statement], uses: dict[Operand, list[int]], start: int)
 def _best(network: Class) -> list[Span]:
     """The spans of the group that occurs most often; of several, the one whose name has the most parts, or else one
     without other blocks, or else the longest."""
-    uses, calls = network.uses(), Counter(layer for step in network.steps for layer in step.layers())
+    uses, calls = network.uses(), network.calls()
     groups: dict[Any, list[Span]] = {}
     for start, least in sorted({*_starts(network, uses)}):
         end = _end(network, uses, start, least)
-        form = end and _form(network, (start, end), calls)
-        if end and form and (form not in groups or groups[form][-1][1] <= start):
-            groups.setdefault(form, []).append((start, end))
+        found = end and _form(network, (start, end), calls)
+        if end and found and (found not in groups or groups[found][-1][1] <= start):
+            groups.setdefault(found, []).append((start, end))
 
     def priority(spans: list[Span]) -> tuple[int, int, bool, int]:
         layers = layers_of(network.steps[slice(*spans[0])])
-        depth = len(re.findall(r"\d(?=_|$)", _path(layers)))  # 2 for stage1_unit1
+        depth = len(re.findall(r"\d(?=_|$)", common_path(layers)))  # 2 for stage1_unit1
         return len(spans), depth, not any(layer.is_block for layer in layers), spans[0][1] - spans[0][0]
 
     return max((spans for spans in groups.values() if len(spans) > 1), key=priority, default=[])
@@ -250,20 +261,12 @@ def _form(network: Class, span: Span, calls: Counter[Layer], least: int = 3) -> 
         return None
     if all(layer.is_block for layer in layers) or any(not x.alone or inside[x] < calls[x] for x in layers):
         return None
-    places: dict[Any, Any] = {layer: k for k, layer in enumerate(layers)}
-    places |= {entry: (-1, k) for k, entry in enumerate(inputs)}
-    form = list[Any]()
-    for at, step in enumerate(steps):
-        operands = [places[x.layer] if isinstance(x, Parameter) else places[x] for x in step.operands]
-        used = [(places[x], NUMBER.sub("0", x.code), x.evaluated, x.frozen) for x in step.layers()]
-        form.append((step.code, *operands, *used))
-        places |= {entry: (at, k) for k, entry in enumerate(step.outputs)}
-    return tuple(form)
+    return form(steps, inputs)
 
 
 def _extended(network: Class, spans: list[Span]) -> list[Span]:
     """The spans with the steps that follow all of them, such as an activation, and then with those before all."""
-    uses, calls = network.uses(), Counter(layer for step in network.steps for layer in step.layers())
+    uses, calls = network.uses(), network.calls()
 
     def is_longer(span: Span, longer: Span) -> bool:
         """Whether the step next to a span has the span's name, and no other inputs and outputs than the span."""
@@ -273,7 +276,7 @@ def _extended(network: Class, spans: list[Span]) -> list[Span]:
         if (
             step.is_loop
             or step.layer
-            and (step.layer.is_block or _path(layers_of([*steps, step])) != _path(layers_of(steps)))
+            and (step.layer.is_block or common_path(layers_of([*steps, step])) != common_path(layers_of(steps)))
         ):
             return False
         alike = len(_inputs(network.steps[slice(*longer)])) == len(_inputs(steps))
@@ -291,21 +294,28 @@ def _extended(network: Class, spans: list[Span]) -> list[Span]:
     return spans
 
 
-def _path(layers: list[Layer]) -> str:
+def common_path(layers: list[Layer]) -> str:
     """The beginning that the names of layers have in common: stage1 for stage1_conv0 and stage1_batchnorm0."""
     names = [layer.name.split("_")[: None if layer.is_block else -1] for layer in layers]
     return "_".join(os.path.commonprefix(names))
 
 
-def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
-    """Create a class, and replace the spans by calls of its instances."""
+def _block_names(network: Class, spans: list[Span]) -> tuple[str, list[str]]:
+    """A name for the class of blocks, such as Unit for unit1 and unit2, and the name of each block."""
     groups = [layers_of(network.steps[slice(*span)]) for span in spans]
-    paths = [_path(layers) for layers in groups]
+    paths = [common_path(layers) for layers in groups]
     named = {layer for layer in layers_of(network.steps) if layer.name.startswith((*paths,))}
     only = len({*paths}) == len(paths) and named == {layer for layers in groups for layer in layers}
-    kind = only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block"
-    count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
-    kind = identifier(f"{kind}{count + 1}" if count else kind, taken)
+    return only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block", paths
+
+
+def _outline(
+    network: Class, spans: list[Span], kind: str, paths: list[str], names: list[str] | None = None
+) -> Class:
+    """Create a class, and replace the spans by calls of its instances.
+
+    paths: the names of the instances. names: of the layers of a unit.
+    """
     starts = [network.steps[slice(*span)] for span in spans]
     uses, old = network.uses(), starts[0]
     inputs = {entry: f"x{k + 1}" if k else "x" for k, entry in enumerate(_inputs(old))}
@@ -313,11 +323,16 @@ def _outline(network: Class, spans: list[Span], taken: set[str]) -> Class:
         [entry for step in steps for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
         for steps, (_, end) in zip(starts, spans)
     ]
-    block, layers = define(kind, starts, inputs, [*results[0]])
-    code = f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
+    block, layers = define(kind, starts, inputs, [*results[0]], paths, names)
     for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
-        network.steps[start:end] = [Statement(layer.name or "block", code, [*_inputs(steps)], outputs, layer)]
+        layer.is_unit = names is not None
+        network.steps[start:end] = [Statement(layer.name or "block", call_of(inputs), [*_inputs(steps)], outputs, layer)]
     return block
+
+
+def call_of(inputs: Collection[object]) -> str:
+    """The code that calls a layer with all inputs."""
+    return f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
 
 
 def define(
@@ -325,7 +340,7 @@ def define(
     bodies: list[list[Statement]],
     inputs: dict[Entry, str],
     results: list[Operand],
-    paths: list[str] | None = None,
+    paths: list[str],
     names: list[str] | None = None,
 ) -> tuple[Class, list[Layer]]:
     """A class for equal steps, and its instance for each of the bodies.
@@ -333,7 +348,6 @@ def define(
     inputs, results: of the first body. paths: the names of the instances. names: of the layers in the class.
     """
     groups = [layers_of(body) for body in bodies]
-    paths = paths or [_path(layers) for layers in groups]
     names, (words, codes, values) = names or _local_names(groups, paths), _arguments(groups)
     moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
     steps, instances = list[Statement](), list[Layer]()

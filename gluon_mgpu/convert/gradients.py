@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 from mxnet import autograd, nd
 
 from gluon_mgpu.convert.exported import Exported, as_arrays, as_float64, last_line
+from gluon_mgpu.convert.graph import Entry, GraphNode, in_float64
 
 EXAMPLES = 3  # batch normalization of 2 examples has nearly no gradient
 LARGEST = 2**26  # parameters; with more, float64 needs too much memory
@@ -45,12 +46,12 @@ def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("floa
     """
     network, inputs, folder = _without_noise(network), _inputs(network), Path(f"{base}.gradients")
     training = all(X.shape[network.batch_axes.get(name, 0)] > 1 for name, X in zip(network.inputs, inputs) if X.ndim)
-    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_deep, network.graph["nodes"])):
+    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_deep, network.graph.nodes)):
         dtypes = dtypes[-1:]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     settings: dict[str, Any] = {"training": training}
-    outputs = [*range(len(network.graph["heads"]))]
+    outputs = [*range(len(network.graph.heads))]
     try:
         for dtype in dtypes:
             gradients = _Gradients(network, inputs, dtype, training)
@@ -153,9 +154,9 @@ def trained(network: Exported) -> set[str]:
     return {*network.symbol.list_arguments()} & network.params.keys() - network.constants - network.frozen
 
 
-def _is_deep(node: dict[str, Any]) -> bool:
+def _is_deep(node: GraphNode) -> bool:
     """Whether a node has several recurrent layers. MXNet 1.9.1's float64 gradients of these were seen to be wrong."""
-    return node["op"] == "RNN" and int(node.get("attrs", {}).get("num_layers", "1")) > 1
+    return node.op == "RNN" and node.value("num_layers") > 1
 
 
 def _without_noise(network: Exported) -> Exported:
@@ -163,34 +164,25 @@ def _without_noise(network: Exported) -> Exported:
 
     PReLU becomes several steps, because after some layers, MXNet 1.9.1 multiplies its gradient by the slope.
     """
-    nodes, moved = list[dict[str, Any]](), list[int]()
-
-    def add(op: str, inputs: list[list[int]], name: str, **attrs: str) -> list[int]:
-        nodes.append({"op": op, "name": name, "attrs": attrs, "inputs": inputs})
-        return [len(nodes) - 1, 0, 0]
-
     shapes = network.shapes(X.shape for X in network.samples[0].inputs)
-    for node in network.graph["nodes"]:
-        inputs, attrs = [[moved[i], *rest] for i, *rest in node["inputs"]], node.get("attrs", {})
-        kind, name = attrs.get("act_type"), node["name"]
-        if node["op"] == "LeakyReLU" and kind == "prelu":
-            positive = add("relu", inputs[:1], f"{name} positive")
-            negative = add("relu", [add("negative", inputs[:1], f"{name} minus")], f"{name} negative")
-            source, output, *_ = node["inputs"][0]
-            shape = (1, -1, *[1] * (len(shapes[source][output]) - 2))
-            slopes = add("Reshape", inputs[1:], f"{name} slopes", shape=str(shape))
-            scaled = add("broadcast_mul", [negative, slopes], f"{name} scaled")
-            add("elemwise_sub", [positive, scaled], name)
-        elif node["op"] == "LeakyReLU" and kind == "rrelu":
-            slope = (float(attrs.get("lower_bound", 0.125)) + float(attrs.get("upper_bound", 0.334))) / 2
-            add("LeakyReLU", inputs, name, act_type="leaky", slope=repr(slope))
-        elif node["op"] in ("Dropout", "RNN"):
-            nodes.append({**node, "attrs": {**attrs, "p": "0"}, "inputs": inputs})
-        else:
-            nodes.append({**node, "inputs": inputs})
-        moved.append(len(nodes) - 1)
-    graph = {**network.graph, "nodes": nodes, "arg_nodes": [k for k, node in enumerate(nodes) if node["op"] == "null"]}
-    return replace(network, graph={**graph, "heads": [[moved[i], *rest] for i, *rest in network.graph["heads"]]})
+
+    def rule(i: int, node: GraphNode, add: Callable[[GraphNode], Entry]) -> None:
+        kind, name, given = node.attrs.get("act_type"), node.name, node.inputs[:1]
+        if node.op == "LeakyReLU" and kind == "prelu":
+            positive = add(GraphNode("relu", f"{name} positive", {}, given))
+            negative = add(GraphNode("negative", f"{name} minus", {}, given))
+            negative = add(GraphNode("relu", f"{name} negative", {}, [negative]))
+            shape = (1, -1, *[1] * (len(shapes[i][0]) - 2))
+            slopes = add(GraphNode("Reshape", f"{name} slopes", {"shape": str(shape)}, node.inputs[1:]))
+            scaled = add(GraphNode("broadcast_mul", f"{name} scaled", {}, [negative, slopes]))
+            add(GraphNode("elemwise_sub", name, {}, [positive, scaled]))
+        elif node.op == "LeakyReLU" and kind == "rrelu":
+            slope = (node.value("lower_bound") + node.value("upper_bound")) / 2
+            add(GraphNode("LeakyReLU", name, {"act_type": "leaky", "slope": repr(slope)}, given))
+        elif node.op in ("Dropout", "RNN"):
+            add(replace(node, attrs={**node.attrs, "p": "0"}))
+
+    return replace(network, graph=network.graph.rewritten(rule))
 
 
 def _inputs(network: Exported) -> list[np.ndarray]:
@@ -223,12 +215,11 @@ class _Gradients:
     def __init__(self, network: Exported, inputs: list[np.ndarray], dtype: str, training: bool) -> None:
         convert = as_float64 if dtype == "float64" else np.asarray
         if dtype == "float64":
-            network = replace(network, graph=network.graph_in_float64())
+            network = replace(network, graph=network.graph.rewritten(in_float64))
         self.network, self.inputs, self.training = network, [convert(X) for X in inputs], training
         self.outputs = [*network.symbol]
         random, sizes = np.random.default_rng(0), network.shapes(X.shape for X in inputs)
-        places = [(i, output) for i, output, *_ in network.graph["heads"]]
-        self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in places]
+        self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
         self.names = [*sorted(trained(network)), *varying]
         with network.np_shape():

@@ -6,22 +6,22 @@ next one is carried; its other inputs are the same for all time steps, or elemen
 
 from __future__ import annotations
 
-import heapq
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
 from gluon_mgpu.convert.blocks import (
-    NUMBER,
     Class,
     Entry,
     Layer,
     Operand,
     Parameter,
     Statement,
+    call_of,
+    class_name,
+    common_path,
     define,
-    identifier,
+    form,
     layers_of,
 )
 
@@ -253,27 +253,23 @@ class _Finder:
         return loop if results and len(body) * len(times) > 4 and self._replace(members, loop) else None
 
     def _replace(self, members: set[int], loop: Loop) -> bool:
-        """Replace steps by the loop, and sort the steps. Returns whether this is possible."""
-        first = min(members)
-        steps = {at: step for at, step in enumerate(self.steps) if at not in members} | {first: loop}
-        makers = {entry: at for at, step in steps.items() for entry in step.outputs}
-        needs = {at: {makers[x] for x in step.entries() if x in makers} - {at} for at, step in steps.items()}
-        users: dict[int, list[int]] = {}
-        for at, sources in needs.items():
-            for source in sources:
-                users.setdefault(source, []).append(at)
-        ready, ordered = [at for at, sources in needs.items() if not sources], list[Statement]()
-        heapq.heapify(ready)
-        while ready:
-            at = heapq.heappop(ready)
-            ordered.append(steps[at])
-            for user in users.get(at, []):
-                needs[user].discard(at)
-                if not needs[user]:
-                    heapq.heappush(ready, user)
-        if len(ordered) < len(steps):
+        """Replace steps by the loop, after the steps that it needs. Returns False if one of these needs a member."""
+        needed, depends = set[int](), {*members}
+        pending = [source for at in members for source in self._sources(at) - members]
+        while pending:
+            at = pending.pop()
+            if at not in needed:
+                needed.add(at)
+                pending += self._sources(at)
+        for at in range(len(self.steps)):
+            if self._sources(at) & depends:
+                depends.add(at)
+        if needed & depends:
             return False
-        self.network.steps = ordered
+        first = min(members)
+        before = [step for at, step in enumerate(self.steps) if at < first or at in needed]
+        after = [step for at, step in enumerate(self.steps) if at > first and at not in needed | members]
+        self.network.steps = [*before, loop, *after]
         return True
 
 
@@ -288,32 +284,21 @@ def roll(network: Class, taken: set[str]) -> list[Class]:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)
         if len(layers) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
-            alike.setdefault(_form(loop), []).append(loop)
+            kinds = tuple(type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs)
+            described = form(loop.body, loop.places, [result[0] for result in loop.results])
+            alike.setdefault((kinds, described), []).append(loop)
     return [_outline(group, taken) for group in alike.values()]
-
-
-def _form(loop: Loop) -> tuple[Any, ...]:
-    """What loops have in common that call the same class."""
-    places: dict[Any, Any] = {entry: (-1, k) for k, entry in enumerate(loop.places)}
-    places |= {layer: k for k, layer in enumerate(layers_of(loop.body))}
-    form = list[Any]([tuple(type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs)])
-    for at, step in enumerate(loop.body):
-        operands = [places[x.layer] if isinstance(x, Parameter) else places[x] for x in step.operands]
-        used = [(places[x], NUMBER.sub("0", x.code), x.evaluated, x.frozen) for x in step.layers()]
-        form.append((step.code, *operands, *used))
-        places |= {entry: (at, k) for k, entry in enumerate(step.outputs)}
-    return (*form, *(places[result[0]] for result in loop.results))
 
 
 def _outline(loops: list[Loop], taken: set[str]) -> Class:
     """Create a class, and let the loops call its instances."""
-    first, count = loops[0], sum(bool(re.fullmatch(r"Cell\d*", name)) for name in taken)
-    kind = identifier(f"Cell{count + 1}" if count else "Cell", taken)
+    first, bodies = loops[0], [loop.body for loop in loops]
     inputs = dict(zip(first.places, first.names()))
     results: list[Operand] = [result[0] for result in first.results]
-    code, layers = define(kind, [loop.body for loop in loops], inputs, results)
+    paths = [common_path(layers_of(body)) for body in bodies]
+    code, layers = define(class_name("Cell", taken), bodies, inputs, results, paths)
     for loop, layer in zip(loops, layers):
         layer.name = layer.name or "cell"
         loop.layer, loop.name = layer, layer.name
-        loop.code = f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
+        loop.code = call_of(inputs)
     return code

@@ -29,7 +29,7 @@ from gluon_mgpu.convert.blocks import (
     join,
     layers_of,
 )
-from gluon_mgpu.convert.exported import Exported, Unsupported, as_symbol
+from gluon_mgpu.convert.exported import Exported, Unsupported
 from gluon_mgpu.convert.loops import Carried, Elements, Loop, roll
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, reshape, rnn
 from gluon_mgpu.support import subprocesses
@@ -111,20 +111,20 @@ class Refused(UsageError):
         self.fixed_size = all(why.fixed_size for _, _, why in problems)  # whether all can for inputs of one size
 
 
-class _Graph:
+class _Converter:
     """Converts a graph to steps, node by node."""
 
     def __init__(self, network: Exported) -> None:
-        self.network, self.nodes = network, network.graph["nodes"]
+        self.network, self.nodes = network, network.graph.nodes
         sizes = dict.fromkeys(tuple(X.shape for X in sample.inputs) for sample in network.samples)
         self.shapes = list(map(network.shapes, sizes))  # for each sample, then for each node and output
         self.trained, self.users = gradients.trained(network), dict[int, set[int]]()
         for i, node in enumerate(self.nodes):
-            for j, *_ in node["inputs"]:
+            for j, _ in node.inputs:
                 self.users.setdefault(j, set()).add(i)
         self.packed = self._packed()
         self.names = {id(array): name for name, array in network.params.items()}  # of arrays that are in the file
-        self.first_input = next(i for i, node in enumerate(self.nodes) if node["name"] == network.inputs[0])
+        self.first_input = next(i for i, node in enumerate(self.nodes) if node.name == network.inputs[0])
         self.constants = self._constants()
         self.owners: dict[str, Parameter] = {}  # {description of a constant: its parameter}
         self.layers: dict[tuple[Any, ...], Layer] = {}  # by their description
@@ -135,26 +135,25 @@ class _Graph:
         same description."""
         found: dict[Entry, str] = {}
         for i, node in enumerate(self.nodes):
-            sources = [(j, output) for j, output, *_ in node["inputs"]]
-            inputs = [found.get(entry) for entry in sources]
+            inputs = [found.get(entry) for entry in node.inputs]
             fixed = len({str(shapes[i]) for shapes in self.shapes}) == 1
-            fixed &= not re.search(r"\b0\b", node.get("attrs", {}).get("shape", ""))  # begin_state
-            if node["op"] == "null":
-                constant, description = node["name"] in self.network.params, node["name"]
-            elif node["op"] == "_contrib_MultiBoxPrior":  # depends only on the size of the image
+            fixed &= not re.search(r"\b0\b", node.attrs.get("shape", ""))  # begin_state
+            if node.op == "null":
+                constant, description = node.name in self.network.params, node.name
+            elif node.op == "_contrib_MultiBoxPrior":  # depends only on the size of the image
                 constant, description = fixed, f"{node['op']} {i}"
             else:
-                constant = None not in inputs and (bool(inputs) or fixed and node["op"].split("_")[-1] in SOURCES)
-                constant &= not any(map(self._trains, sources)) or i in self.packed
-                description = str((node["op"], node.get("attrs"), inputs))
+                constant = None not in inputs and (bool(inputs) or fixed and node.op.split("_")[-1] in SOURCES)
+                constant &= not any(map(self._trains, node.inputs)) or i in self.packed
+                description = str((node.op, node.attrs, inputs))
             if constant:
                 found.update({(i, output): f"{description}[{output}]" for output in range(len(self.shapes[0][i]))})
         return found
 
     def _packed(self) -> set[int]:
         """The nodes that only pack the parameters of a recurrent layer into one array. nn.LSTM has them unpacked."""
-        last = {i for i, node in enumerate(self.nodes) if node["op"] == "_rnn_param_concat"}
-        reshapes = (i for i, node in enumerate(self.nodes) if find_rule(node["op"]) is reshape)
+        last = {i for i, node in enumerate(self.nodes) if node.op == "_rnn_param_concat"}
+        reshapes = (i for i, node in enumerate(self.nodes) if find_rule(node.op) is reshape)
         return last | {i for i in reshapes if self._users(i) <= last}
 
     def _users(self, i: int) -> set[int]:
@@ -162,43 +161,42 @@ class _Graph:
 
     def _trains(self, entry: Entry) -> bool:
         """Whether an entry is a parameter that MXNet trains."""
-        return self.nodes[entry[0]]["op"] == "null" and self.nodes[entry[0]]["name"] in self.trained
+        return self.nodes[entry[0]].op == "null" and self.nodes[entry[0]].name in self.trained
 
     def _value(self, entry: Entry) -> np.ndarray:
         """Compute a constant."""
-        if self.nodes[entry[0]]["op"] == "null":
-            return self.network.params[self.nodes[entry[0]]["name"]]
-        inputs = [i for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs]
-        heads = [[*entry, 0], *([i, 0, 0] for i in inputs)]  # MXNet cannot compute a graph without any input
-        symbol = as_symbol({**self.network.graph, "heads": heads})
-        return self.network.evaluate(symbol, self.network.samples[0].inputs)[0]
+        if self.nodes[entry[0]].op == "null":
+            return self.network.params[self.nodes[entry[0]].name]
+        inputs = [i for i, node in enumerate(self.nodes) if node.name in self.network.inputs]
+        heads = [entry, *((i, 0) for i in inputs)]  # MXNet cannot compute a graph without any input
+        return self.network.evaluate(self.network.graph.symbol(heads), self.network.samples[0].inputs)[0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
         node = self.nodes[i]
-        entries = [self._source((j, output)) for j, output, *_ in node["inputs"]]
+        entries = [*map(self._source, node.inputs)]
         if not entries and (i, 0) not in self.constants:  # zeros whose shape depends on the inputs
             return [(self.first_input, 0)], []
-        rule = find_rule(node["op"])
+        rule = find_rule(node.op)
         if rule is rnn:  # without states that are zero, which is the default
-            states = [entry for entry in entries[2:] if not self.nodes[entry[0]]["op"].endswith("zeros")]
+            states = [entry for entry in entries[2:] if not self.nodes[entry[0]].op.endswith("zeros")]
             return [entries[0], *states], entries[1:2]
-        is_layer = rule in LAYERS or node.get("attrs", {}).get("sample_type") == "bilinear"
+        is_layer = rule in LAYERS or node.attrs.get("sample_type") == "bilinear"
         if rule in FUNCTIONAL and not all(map(self._is_parameter, entries[1:])):
             is_layer = False
         return (entries[:1], entries[1:]) if is_layer else (entries, [])
 
     def _is_parameter(self, entry: Entry) -> bool:
         """Whether an entry can be the parameter of a layer: it is neither computed nor a constant."""
-        return self.nodes[entry[0]]["op"] == "null" and entry in self.constants and not self._is_constant(entry)
+        return self.nodes[entry[0]].op == "null" and entry in self.constants and not self._is_constant(entry)
 
     def _is_constant(self, entry: Entry) -> bool:
-        return self.nodes[entry[0]]["name"] in self.network.constants
+        return self.nodes[entry[0]].name in self.network.constants
 
     def _source(self, entry: Entry) -> Entry:
         """The entry that has the same value before operators that only copy it."""
-        while (rule := find_rule(self.nodes[entry[0]]["op"])) == "{0}" or rule in RESHAPES:
-            i, output, *_ = self.nodes[entry[0]]["inputs"][0]
+        while (rule := find_rule(self.nodes[entry[0]].op)) == "{0}" or rule in RESHAPES:
+            i, output = self.nodes[entry[0]].inputs[0]
             if any(shapes[i][output] != shapes[entry[0]][entry[1]] for shapes in self.shapes):
                 break
             entry = i, output
@@ -209,14 +207,14 @@ class _Graph:
         nodes, used = list[int](), {*heads}
         for i in reversed(range(len(self.nodes))):
             needed = any((i, output) in used for output in range(len(self.shapes[0][i])))
-            if needed and self.nodes[i]["op"] != "null" and (i, 0) not in self.constants:
+            if needed and self.nodes[i].op != "null" and (i, 0) not in self.constants:
                 nodes.insert(0, i)
                 used.update(self._operands(i)[0])
         return nodes
 
     def convert(self) -> Class:
         """The network's steps. Raises Refused."""
-        heads = [self._source((i, output)) for i, output, *_ in self.network.graph["heads"]]
+        heads = [*map(self._source, self.network.graph.heads)]
         needed, steps, problems = self._needed(heads), list[Statement](), list[tuple[str, str, Unsupported]]()
         refused, before = set[int](), list[str]()  # refused: operators that cannot be converted, and what follows them
         owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
@@ -228,7 +226,7 @@ class _Graph:
                 node = self._node(i, operands, params)
                 code = node.code(*(f"_{k}_" for k in range(len(operands))))
             except Unsupported as why:
-                problems.append((self.nodes[i]["op"], self.nodes[i]["name"], why))
+                problems.append((self.nodes[i].op, self.nodes[i].name, why))
                 before += self.network.before(i) if refused.isdisjoint(k for k, _ in operands) else []
                 refused.add(i)
                 continue
@@ -239,7 +237,7 @@ class _Graph:
             steps.append(Statement(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
         if problems:
             raise Refused(problems, list(dict.fromkeys(before)))
-        places = {node["name"]: (i, 0) for i, node in enumerate(self.nodes) if node["name"] in self.network.inputs}
+        places = {node.name: (i, 0) for i, node in enumerate(self.nodes) if node.name in self.network.inputs}
         used = {*WORDS}
         inputs = {places[name]: identifier(name, used) for name in self.network.inputs}
         inputs = dict.fromkeys(inputs, "x") if len(inputs) == 1 else inputs
@@ -254,14 +252,14 @@ class _Graph:
             raise Unsupported("its parameters are computed")
         inputs = [[shapes[j][output] for shapes in self.shapes] for j, output in operands]
         outputs = [list(shapes) for shapes in zip(*(shapes[i] for shapes in self.shapes))]
-        return Node(node["op"], node.get("attrs", {}), inputs, outputs, [self._value(entry) for entry in params])
+        return Node(node.op, node.attrs, inputs, outputs, [self._value(entry) for entry in params])
 
     def _name(self, i: int, params: Sequence[Entry] = ()) -> str:
         """The name of a layer without the network's name: of its parameters, unless they are computed or have another
         owner, or of the Gluon block, such as conv0 for conv0_fwd and lstm0_i2h for lstm0_t5_i2h."""
-        name = re.sub(r"(^|_)t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", self.nodes[i]["name"])
-        if params and self.nodes[params[0][0]]["op"] == "null" and self.constants[params[0]] not in self.owners:
-            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self.nodes[params[0][0]]["name"])
+        name = re.sub(r"(^|_)t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", self.nodes[i].name)
+        if params and self.nodes[params[0][0]].op == "null" and self.constants[params[0]] not in self.owners:
+            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self.nodes[params[0][0]].name)
             name = given[1] if given else name
         return name.removeprefix(self.prefix)
 
@@ -296,9 +294,9 @@ class _Graph:
         pending = [packed[0]]
         while pending:
             i = pending.pop()
-            if self.nodes[i]["op"] == "null":
-                sources.append((self.nodes[i]["name"], self.network.params[self.nodes[i]["name"]].size))
-            pending += [j for j, *_ in reversed(self.nodes[i]["inputs"])]
+            if self.nodes[i].op == "null":
+                sources.append((self.nodes[i].name, self.network.params[self.nodes[i].name].size))
+            pending += [j for j, _ in reversed(self.nodes[i].inputs)]
         end = 0
         for name, size in sources:
             end, first, at = end + size, end, 0
@@ -584,8 +582,8 @@ def write(network: Exported, base: str) -> None:
     """
     from safetensors.numpy import save_file
 
-    graph = _Graph(network)
-    net = graph.convert()
+    converter = _Converter(network)
+    net = converter.convert()
     taken = {"Net", *WORDS}
     classes = roll(net, taken) + find(net, taken)
     used, layers = {*TAKEN}, layers_of(net.steps)
@@ -607,7 +605,7 @@ def write(network: Exported, base: str) -> None:
     )
     _write_formatted(Path(f"{base}.py"), code)
     state = {join(layer.name, key): array for layer in layers for key, array in layer.state.items()}
-    metadata = {key: graph.names[id(array)] for key, array in state.items() if id(array) in graph.names}
+    metadata = {key: converter.names[id(array)] for key, array in state.items() if id(array) in converter.names}
     save_file(state, f"{base}.safetensors", metadata or None)  # it cannot read an empty one
 
 
