@@ -98,6 +98,11 @@ class Exported:
                 found.add(self.graph.nodes[node.inputs[1][0]].name)
         return found & self.params.keys()
 
+    @functools.cached_property
+    def trained(self) -> set[str]:
+        """The parameters that MXNet trains."""
+        return {*self.symbol.list_arguments()} & self.params.keys() - self.constants - self.frozen
+
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
         return self.evaluate(self.symbol, inputs)
@@ -368,7 +373,8 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
-    for name, array in arrays.items():
+    for name in [*arrays]:
+        array = arrays.pop(name)  # memory does not hold a second copy of all arrays
         dtype = "float32" if np.dtype(array.dtype).name in FLOATS else array.dtype
         network.params[re.sub("^(arg|aux):", "", name)] = array.asnumpy().astype(dtype, copy=False)
     for node in graph.nodes:

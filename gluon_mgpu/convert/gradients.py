@@ -94,7 +94,7 @@ def differences(network: Exported, base: str, tolerance: float) -> Differences:
     with safe_open(f"{base}.safetensors", "np") as file:
         names = file.metadata() or {}
     keys = {key: names.get(key, key) for key in found["trained"]}
-    here, there = trained(network), {name.partition("[")[0] for name in keys.values()}
+    here, there = network.trained, {name.partition("[")[0] for name in keys.values()}
     errors = _errors(folder, found, {**keys, **{f"input {k}": name for k, name in enumerate(network.inputs)}})
     words = [f"MXNet trains {name!r}, PyTorch does not" for name in sorted(here - there) if errors[name]]
     words += [f"PyTorch trains {name!r}, MXNet does not" for name in sorted(there - here)]
@@ -147,11 +147,6 @@ def _measured(file: Path, parts: list[tuple[int, Path]]) -> _Measured:
     gradient[outside] = expected[outside] = 0
     norms = [float(np.linalg.norm(array)) for array in (expected, gradient)]
     return _Measured(float(np.linalg.norm(gradient - expected)), max(norms), expected.size)
-
-
-def trained(network: Exported) -> set[str]:
-    """The parameters that MXNet trains."""
-    return {*network.symbol.list_arguments()} & network.params.keys() - network.constants - network.frozen
 
 
 def _is_deep(node: GraphNode) -> bool:
@@ -221,7 +216,7 @@ class _Gradients:
         random, sizes = np.random.default_rng(0), network.shapes(X.shape for X in inputs)
         self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
-        self.names = [*sorted(trained(network)), *varying]
+        self.names = [*sorted(network.trained), *varying]
         with network.np_shape():
             self.values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
             self.values |= zip(network.inputs, as_arrays(self.inputs))
