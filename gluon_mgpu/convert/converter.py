@@ -46,7 +46,7 @@ class Converter:
         self.network, self.nodes = network, network.graph.nodes
         sizes = dict.fromkeys(tuple(X.shape for X in sample.inputs) for sample in network.samples)
         self.shapes = list(map(network.shapes, sizes))  # for each sample, then for each node and output
-        self.trained, self.users = network.trained, dict[int, set[int]]()
+        self.users: dict[int, set[int]] = {}
         for i, node in enumerate(self.nodes):
             for j, _ in node.inputs:
                 self.users.setdefault(j, set()).add(i)
@@ -69,7 +69,7 @@ class Converter:
             if node.op == "null":
                 constant, description = node.name in self.network.params, node.name
             elif node.op == "_contrib_MultiBoxPrior":  # depends only on the size of the image
-                constant, description = fixed, f"{node['op']} {i}"
+                constant, description = fixed, f"{node.op} {i}"
             else:
                 constant = None not in inputs and (bool(inputs) or fixed and node.op.split("_")[-1] in SOURCES)
                 constant &= not any(map(self._trains, node.inputs)) or i in self.packed
@@ -87,14 +87,19 @@ class Converter:
     def _users(self, i: int) -> set[int]:
         return self.users.get(i, {-1})
 
+    def _variable(self, entry: Entry) -> str:
+        """The name of an input or a parameter, or "" for what an operator computes."""
+        node = self.nodes[entry[0]]
+        return node.name if node.op == "null" else ""
+
     def _trains(self, entry: Entry) -> bool:
         """Whether an entry is a parameter that MXNet trains."""
-        return self.nodes[entry[0]].op == "null" and self.nodes[entry[0]].name in self.trained
+        return self._variable(entry) in self.network.trained
 
     def _value(self, entry: Entry) -> np.ndarray:
         """Compute a constant."""
-        if self.nodes[entry[0]].op == "null":
-            return self.network.params[self.nodes[entry[0]].name]
+        if name := self._variable(entry):
+            return self.network.params[name]
         inputs = [i for i, node in enumerate(self.nodes) if node.name in self.network.inputs]
         heads = [entry, *((i, 0) for i in inputs)]  # MXNet cannot compute a graph without any input
         return self.network.evaluate(self.network.graph.symbol(heads), self.network.samples[0].inputs)[0]
@@ -116,10 +121,7 @@ class Converter:
 
     def _is_parameter(self, entry: Entry) -> bool:
         """Whether an entry can be the parameter of a layer: it is neither computed nor a constant."""
-        return self.nodes[entry[0]].op == "null" and entry in self.constants and not self._is_constant(entry)
-
-    def _is_constant(self, entry: Entry) -> bool:
-        return self.nodes[entry[0]].name in self.network.constants
+        return self._variable(entry) in self.network.params.keys() - self.network.constants
 
     def _source(self, entry: Entry) -> Entry:
         """The entry that has the same value before operators that only copy it."""
@@ -186,8 +188,8 @@ class Converter:
         """The name of a layer without the network's name: of its parameters, unless they are computed or have another
         owner, or of the Gluon block, such as conv0 for conv0_fwd and lstm0_i2h for lstm0_t5_i2h."""
         name = re.sub(r"(^|_)t\d+(?=_)|_(fwd|(group|layer)norm0|rnn0)$", "", self.nodes[i].name)
-        if params and self.nodes[params[0][0]].op == "null" and self.constants[params[0]] not in self.owners:
-            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self.nodes[params[0][0]].name)
+        if params and self._variable(params[0]) and self.constants[params[0]] not in self.owners:
+            given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self._variable(params[0]))
             name = given[1] if given else name
         return name.removeprefix(self.prefix)
 
@@ -222,8 +224,8 @@ class Converter:
         pending = [packed[0]]
         while pending:
             i = pending.pop()
-            if self.nodes[i].op == "null":
-                sources.append((self.nodes[i].name, self.network.params[self.nodes[i].name].size))
+            if name := self._variable((i, 0)):
+                sources.append((name, self.network.params[name].size))
             pending += [j for j, _ in reversed(self.nodes[i].inputs)]
         end = 0
         for name, size in sources:

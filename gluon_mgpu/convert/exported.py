@@ -225,12 +225,16 @@ class Exported:
         X = self.samples[int(np.argmax(np.nan_to_num(errors, nan=np.inf)))].inputs[0]
         return f"{self.inputs[0]} of shape {X.shape}, from {X.min():.3g} to {X.max():.3g}"
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The number of examples of each sample."""
+        axis = self.batch_axes.get(self.inputs[0], 0)
+        return [inputs[0].shape[axis] for inputs, _ in self.samples]
+
     def batch_axis(self, k: int) -> int:
         """The axis of output k that is the batch. 0 if no axis has the batch's size in all samples."""
-        name = self.inputs[0]
-        sizes = [X[0].shape[self.batch_axes.get(name, 0)] for X, _ in self.samples]
         shapes = [outputs[k].shape for _, outputs in self.samples]
-        return next((axis for axis, lengths in enumerate(zip(*shapes)) if [*lengths] == sizes), 0)
+        return next((axis for axis, lengths in enumerate(zip(*shapes)) if [*lengths] == self.batch_sizes), 0)
 
     def nearly_constant(self) -> list[str]:
         """The outputs that hardly depend on the inputs, so that comparing them says little."""
