@@ -129,8 +129,9 @@ def _compared_scores(network: Exported, found: list[list[np.ndarray]], prefix: s
         ties = network.ties()
         advice = "" if ties else "; a larger --tolerance accepts them"
         raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
-    return f"on {sum(network.batch_sizes)} inputs, scores differ from MXNet's by at most {error:.1e} (relative error)" + (
-        "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
+    return (
+        f"on {sum(network.batch_sizes)} inputs, scores differ from MXNet's by at most {error:.1e} (relative error)"
+        + ("" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these")
     )
 
 

@@ -192,9 +192,7 @@ def _block_names(network: Class, spans: list[Span]) -> tuple[str, list[str]]:
     return only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block", paths
 
 
-def _outline(
-    network: Class, spans: list[Span], kind: str, paths: list[str], names: list[str] | None = None
-) -> Class:
+def _outline(network: Class, spans: list[Span], kind: str, paths: list[str], names: list[str] | None = None) -> Class:
     """Create a class, and replace the spans by calls of its instances.
 
     paths: the names of the instances. names: of the layers of a unit.
@@ -209,7 +207,9 @@ def _outline(
     block, layers = define(kind, starts, inputs, [*results[0]], paths, names)
     for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
         layer.is_unit = names is not None
-        network.steps[start:end] = [Statement(layer.name or "block", call_of(inputs), [*_inputs(steps)], outputs, layer)]
+        network.steps[start:end] = [
+            Statement(layer.name or "block", call_of(inputs), [*_inputs(steps)], outputs, layer)
+        ]
     return block
 
 

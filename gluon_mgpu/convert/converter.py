@@ -266,5 +266,3 @@ def _use_batch_first(code: Class) -> None:
             step.operands[0], step.outputs[0] = before.operands[0], after.outputs[0]
             before.code = after.code = ""
     code.steps = [step for step in code.steps if step.code]
-
-

@@ -171,7 +171,9 @@ class _Finder:
         slots = sorted(slots, key=lambda slot: slot[-1])
         members, times = {at for slot in slots for at in slot}, [{*steps} for steps in zip(*slots)]
         outputs = [column for slot in slots for column in zip(*(self.steps[at].outputs for at in slot))]
-        inside: list[dict[Operand, int]] = [{column[t]: k for k, column in enumerate(outputs)} for t in range(len(times))]
+        inside: list[dict[Operand, int]] = [
+            {column[t]: k for k, column in enumerate(outputs)} for t in range(len(times))
+        ]
         places = dict[tuple[Operand, ...], Entry]()  # of the body's inputs, by their values
         for column in (column for slot in slots for column in self._columns(slot)):
             inner = {known.get(operand) for known, operand in zip(inside, column)}
@@ -238,7 +240,9 @@ def roll(network: Class, taken: set[str]) -> list[Class]:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)
         if len(layers) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
-            kinds = tuple(type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs.values())
+            kinds = tuple(
+                type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs.values()
+            )
             described = form(loop.body, loop.inputs, [result[0] for result in loop.results])
             alike.setdefault((kinds, described), []).append(loop)
     return [_outline(group, taken) for group in alike.values()]

@@ -263,5 +263,3 @@ def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | 
                 above, below = ratios.pop().as_integer_ratio()
                 return f"{above} * {word}" if below == 1 else f"{word} // {below}"
     return None
-
-

@@ -69,7 +69,9 @@ class _Writer:
         self.lines = list[str]()
         self.taken: set[str] = set()  # variables whose values are needed later
         loops = [step for step in code.steps if isinstance(step, Loop)]
-        self.elements = {given.operands for loop in loops for given in loop.inputs.values() if isinstance(given, Elements)}
+        self.elements = {
+            given.operands for loop in loops for given in loop.inputs.values() if isinstance(given, Elements)
+        }
         self.elements |= {operands[::-1] for operands in self.elements}
 
     def read(self, operand: Operand) -> str:
@@ -208,7 +210,9 @@ class _Writer:
         for k, entries in enumerate(loop.results):
             if k in collected:
                 self.variables.update((entry, f"{collected[k]}[{t}]") for t, entry in enumerate(entries))
-            if k not in collected or k in {given.output for given in loop.inputs.values() if isinstance(given, Carried)}:
+            if k not in collected or k in {
+                given.output for given in loop.inputs.values() if isinstance(given, Carried)
+            }:
                 self.variables[entries[-1]] = results[k]
 
     def body(self, loop: Loop, names: list[str], results: dict[int, str]) -> list[str]:
@@ -275,5 +279,3 @@ def methods(code: Class, words: set[str], classes: list[Class]) -> str:
 
 def _indent(lines: list[str]) -> str:
     return textwrap.indent("\n".join(lines), " " * 8)
-
-
