@@ -503,9 +503,10 @@ def squeeze(node: Node, x: str) -> str:
 
 
 def repeat(node: Node, x: str) -> str:
-    axis = node["axis"]
-    source = x if axis is not None else f"{x}.flatten()"
-    return call(f"{source}.repeat_interleave", node["repeats"], 0 if axis is None else axis)
+    if node["axis"] is None:
+        return call(f"{x}.flatten().repeat_interleave", node["repeats"], 0)
+    axis = node["axis"] % node.rank  # ONNX Runtime repeats another axis if it counts from the end
+    return call(f"{x}.repeat_interleave", node["repeats"], axis)
 
 
 def expand(node: Node, x: str, *like: str) -> str:

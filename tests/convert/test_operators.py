@@ -172,7 +172,8 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
     others = (
         *(s.sum(image, axis=(2, 3)), s.sum(image, axis=(0, 1), exclude=True), s.max(image, axis=1), s.min(x, axis=1)),
         *(s.mean(x, axis=1, keepdims=True), s.norm(x, axis=1), s.log_softmax(x, axis=-1), s.flip(x, axis=1)),
-        *(s.stack(x, -x, axis=1), s.repeat(x, 2, axis=1), s.add_n(x, x, ties), *s.split(image, 2, axis=1)),
+        *(s.stack(x, -x, axis=1), s.add_n(x, x, ties), *s.split(image, 2, axis=1)),
+        *(s.repeat(image, 2, axis=axis) for axis in (1, -1, -2)),
         *(s.slice_axis(image, axis=2, begin=-3, end=None), s.slice_like(s.flatten(image), x, axes=(1,))),
         *(s.batch_dot(pixels, pixels, transpose_b=True), s.depth_to_space(image, 2), s.L2Normalization(image)),
         *(s.contrib.BilinearResize2D(image, height=5, width=12), s.LRN(image, nsize=3)),
