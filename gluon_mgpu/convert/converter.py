@@ -145,8 +145,7 @@ class Converter:
     def convert(self) -> Class:
         """The network's steps. Raises Refused."""
         heads = [*map(self._source, self.network.graph.heads)]
-        needed, steps, problems = self._needed(heads), list[Statement](), list[tuple[str, str, Unsupported]]()
-        refused, before = set[int](), list[str]()  # refused: operators that cannot be converted, and what follows them
+        needed, steps, problems = self._needed(heads), list[Statement](), dict[int, Unsupported]()
         owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
         prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
         self.prefix = prefix[: prefix.rfind("_") + 1]
@@ -156,17 +155,13 @@ class Converter:
                 node = self._node(i, operands, params)
                 code = node.code(*(f"_{k}_" for k in range(len(operands))))
             except Unsupported as why:
-                problems.append((self.nodes[i].op, self.nodes[i].name, why))
-                before += self.network.before(i) if refused.isdisjoint(k for k, _ in operands) else []
-                refused.add(i)
+                problems[i] = why
                 continue
-            if not refused.isdisjoint(k for k, _ in operands):
-                refused.add(i)
             parts = [self._parameter(entry) if entry in self.constants else entry for entry in operands]
             outputs = [(i, output) for output in range(len(node.outputs))]
             steps.append(Statement(self._name(i), code, parts, outputs, self._layer(i, node, params), node.nested))
         if problems:
-            raise Refused(problems, list(dict.fromkeys(before)))
+            raise self._refused(problems, needed)
         places = {node.name: (i, 0) for i, node in enumerate(self.nodes) if node.name in self.network.inputs}
         used = {*WORDS}
         inputs = {places[name]: identifier(name, used) for name in self.network.inputs}
@@ -175,6 +170,18 @@ class Converter:
         net = Class("Net", (), inputs, steps, results)
         _use_batch_first(net)
         return net
+
+    def _refused(self, problems: dict[int, Unsupported], needed: list[int]) -> Refused:
+        """The error for a graph. What can be converted for inputs of one size is no problem if something else is."""
+        lasting = {i: why for i, why in problems.items() if not why.fixed_size} or problems
+        reached, before = set[int](), dict[str, None]()  # reached: these operators, and what follows them
+        for i in needed:
+            follows = not reached.isdisjoint(j for j, _ in self._operands(i)[0])
+            if i in lasting and not follows:
+                before.update(dict.fromkeys(self.network.before(i)))
+            if i in lasting or follows:
+                reached.add(i)
+        return Refused([(self.nodes[i].op, self.nodes[i].name, why) for i, why in lasting.items()], [*before])
 
     def _node(self, i: int, operands: list[Entry], params: list[Entry]) -> Node:
         node = self.nodes[i]
