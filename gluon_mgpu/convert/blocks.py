@@ -187,7 +187,7 @@ def _block_names(network: Class, spans: list[Span]) -> tuple[str, list[str]]:
     """A name for the class of blocks, such as Unit for unit1 and unit2, and the name of each block."""
     groups = [layers_of(network.steps[slice(*span)]) for span in spans]
     paths = [common_path(layers) for layers in groups]
-    named = {layer for layer in layers_of(network.steps) if layer.name.startswith((*paths,))}
+    named = {layer for layer in network.layers() if layer.name.startswith((*paths,))}
     only = len({*paths}) == len(paths) and named == {layer for layers in groups for layer in layers}
     return only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block", paths
 

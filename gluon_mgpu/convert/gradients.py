@@ -223,7 +223,7 @@ class _Gradients:
 
     def compute(self, outputs: list[int]) -> Exception | None:
         """Compute the gradients of these outputs. Returns the failure if there are none."""
-        symbol = mx.sym.Group([self.outputs[k] for k in outputs])
+        symbol = mx.sym.Group([mx.sym.identity(self.outputs[k]) for k in outputs])  # one may be a parameter
         try:
             with self.network.np_shape():
                 for name in self.names:

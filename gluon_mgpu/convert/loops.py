@@ -235,7 +235,7 @@ def roll(network: Class, taken: set[str]) -> list[Class]:
         pass
     alike: dict[Any, list[Loop]] = {}
     loops = [step for step in network.steps if isinstance(step, Loop)]
-    others = layers_of(step for step in network.steps if not isinstance(step, Loop))
+    others = layers_of(step for step in network.statements() if not isinstance(step, Loop))
     for loop in loops:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)

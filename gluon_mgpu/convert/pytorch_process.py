@@ -61,7 +61,7 @@ def outputs(net: nn.Module, base: str) -> None:
     found = {}
     for i, inputs in enumerate(samples(base)):
         with torch.no_grad():
-            found.update({f"{i} {k}": output.numpy() for k, output in enumerate(call(net, inputs))})
+            found.update({f"{i} {k}": output.detach().numpy() for k, output in enumerate(call(net, inputs))})
     np.savez(f"{base}.outputs.npz", **found)
 
 

@@ -124,17 +124,24 @@ class Class:
     results: list[Operand]
     defaults: dict[str, str] = field(default_factory=dict)  # of its arguments
 
+    def statements(self) -> list[Statement]:
+        """The steps, and one that uses the results."""
+        return [*self.steps, Statement("", "", self.results, [])]
+
+    def layers(self) -> list[Layer]:
+        return layers_of(self.statements())
+
     def uses(self) -> dict[Operand, list[int]]:
         """For each value, the steps that use it, in order. Results are used after the last step."""
         uses: dict[Operand, list[int]] = {}
-        for at, step in enumerate([*self.steps, Statement("", "", self.results, [])]):
+        for at, step in enumerate(self.statements()):
             for entry in step.entries():
                 uses.setdefault(entry, []).append(at)
         return uses
 
     def calls(self) -> Counter[Layer]:
         """How often each layer is used."""
-        return Counter(layer for step in self.steps for layer in step.layers())
+        return Counter(layer for step in self.statements() for layer in step.layers())
 
 
 def layers_of(steps: Iterable[Statement]) -> list[Layer]:

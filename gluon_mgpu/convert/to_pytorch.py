@@ -15,7 +15,7 @@ from gluon_mgpu.convert.blocks import find
 from gluon_mgpu.convert.converter import Converter
 from gluon_mgpu.convert.exported import Exported
 from gluon_mgpu.convert.loops import roll
-from gluon_mgpu.convert.statements import TAKEN, identifier, join, layers_of
+from gluon_mgpu.convert.statements import TAKEN, identifier, join
 from gluon_mgpu.convert.writer import WORDS, functions_of, methods
 from gluon_mgpu.support import subprocesses
 
@@ -68,7 +68,7 @@ def write(network: Exported, base: str) -> None:
     net = converter.convert()
     taken = {"Net", *WORDS}
     classes = roll(net, taken) + find(net, taken)
-    used, layers = {*TAKEN}, layers_of(net.steps)
+    used, layers = {*TAKEN}, net.layers()
     for layer in layers:
         layer.name = identifier(layer.name, used)
     inputs = [f"{identifier(name, set())} ({', '.join(map(str, network.axes(name)))})" for name in network.inputs]

@@ -19,7 +19,6 @@ from gluon_mgpu.convert.statements import (
     Statement,
     identifier,
     join,
-    layers_of,
 )
 
 INIT = """
@@ -255,7 +254,7 @@ class _Calls(ast.NodeTransformer):
 def methods(code: Class, words: set[str], classes: list[Class]) -> str:
     """The code of a class's methods. classes: those that it may use."""
     layers, evaluated = list[str](), list[str]()
-    for layer in layers_of(code.steps):
+    for layer in code.layers():
         create = ast.unparse(_Calls(classes).visit(ast.parse(DEFAULT.sub("", layer.code), mode="eval")))
         line = f"self.{layer.name} = {create}{'.eval()' * layer.evaluated}"
         layers.append(f'self.register_buffer("{layer.name}", {create})' if layer.buffer else line)
