@@ -28,7 +28,6 @@ from gluon_mgpu.training.record import Epoch, Run, exists
 from gluon_mgpu.training.seeds import seed_step
 from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import Step
-from gluon_mgpu.training.watch import UnsavedArrays
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
@@ -40,8 +39,8 @@ Item = TypeVar("Item")
 class Setup(NamedTuple):
     """A run, and what `fit` needs to train it; nothing in it changes afterward, except the run's position.
 
-    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. unsaved: looks for others.
-    warning: a line to repeat at the end; empty if there is none.
+    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. warning: a line to repeat at
+    the end; empty if there is none.
     """
 
     run: Run
@@ -49,7 +48,6 @@ class Setup(NamedTuple):
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
     state: LessonState | None = None
-    unsaved: UnsavedArrays | None = None
     warning: str = ""
 
     def arrays(self) -> Arrays:
@@ -114,8 +112,6 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
         lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
         losses.add(setup.step(X, y, lr), X.shape[0])
         position.steps += 1
-        if setup.unsaved:
-            setup.unsaved.after_step()
     position.loss_sum += losses.finish()
     nd.waitall()
     position.seconds = time.perf_counter() - start

@@ -29,7 +29,7 @@ from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import assemble
-from gluon_mgpu.training.watch import UnsavedArrays, naming_what_it_does_not_call
+from gluon_mgpu.training.watch import naming_what_is_not_saved, naming_what_it_does_not_call
 from gluon_mgpu.training.workers import Group
 
 
@@ -75,8 +75,9 @@ def set_up(
     if lesson.is_own and not warning:
         built = ["lenet"] if lesson.family == "highlevel" and config.model == "lenet" else []
         step = naming_what_it_does_not_call(step, lesson, built)
-    unsaved = UnsavedArrays(lesson, state) if lesson.is_own and (config.out or config.resume) else None
-    return Setup(run, data, model, step, state, unsaved, warning)
+    if lesson.is_own and (config.out or config.resume):
+        step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
+    return Setup(run, data, model, step, state, warning)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
