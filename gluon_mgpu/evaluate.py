@@ -27,8 +27,7 @@ from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.model import VELOCITY, Model
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import VELOCITY, Model, create_model
 from gluon_mgpu.training.record import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript

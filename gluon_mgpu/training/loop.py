@@ -23,7 +23,7 @@ from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.checkpoint import Arrays
 from gluon_mgpu.training.folder import Folder
 from gluon_mgpu.training.losses import Losses
-from gluon_mgpu.training.model import Model, read_arrays
+from gluon_mgpu.training.models import Model, read_arrays
 from gluon_mgpu.training.record import Epoch, Run, exists
 from gluon_mgpu.training.seeds import seed_step
 from gluon_mgpu.training.state import LessonState

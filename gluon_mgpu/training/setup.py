@@ -23,8 +23,7 @@ from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import SETTINGS, Config
 from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.loop import Setup
-from gluon_mgpu.training.model import Model, read_arrays
-from gluon_mgpu.training.models import model_of
+from gluon_mgpu.training.models import Model, model_of, read_arrays
 from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState

@@ -19,8 +19,7 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import LENET_NAMES, read_arrays
-from gluon_mgpu.training.models import Model, create_model
+from gluon_mgpu.training.models import LENET_NAMES, Model, create_model, read_arrays
 from parity import Finding, notebook
 from parity.recipes import RECIPES
 

@@ -19,7 +19,7 @@ from runs import ROOT, program
 from gluon_mgpu import highlevel
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 
 TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 

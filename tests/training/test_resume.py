@@ -21,7 +21,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, opened
-from gluon_mgpu.training.model import LENET_NAMES
+from gluon_mgpu.training.models import LENET_NAMES
 from gluon_mgpu.training.record import Epoch, exists, read
 from gluon_mgpu.training.workers import Group
 
