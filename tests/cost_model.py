@@ -34,7 +34,8 @@ def main(file):
     error. file: scaling.json, as `bench.py scaling --out FOLDER` writes it."""
     points = {}
     for measured in json.loads(Path(file).read_text())["points"]:
-        of_fit = points.setdefault(f"{measured['impl']}, {'LeNet' if measured['model'] == 'lenet' else 'ResNet-18'}", {})
+        network = "LeNet" if measured["model"] == "lenet" else "ResNet-18"
+        of_fit = points.setdefault(f"{measured['impl']}, {network}", {})
         of_fit[measured["contexts"], measured["batch_size"]] = median(measured["step_ms"])
     for name, of_fit in points.items():
         sizes = [batch_size for contexts, batch_size in of_fit if contexts == 1]

@@ -39,8 +39,8 @@ Item = TypeVar("Item")
 class Setup(NamedTuple):
     """A run, and what `fit` needs to train it; nothing in it changes afterward, except the run's position.
 
-    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. warning: a line to repeat at
-    the end; empty if there is none.
+    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. warning: a line to repeat
+    at the end; empty if there is none.
     """
 
     run: Run

@@ -237,8 +237,8 @@ def table(result: Mapping[str, Any]) -> str:
         baselines = GRIDS[result["grid"]].baselines or (next(iter(points)),)
         bases = {name: fastest if name == "fastest PyTorch" else points.get(name) for name in baselines}
         found = {f"x {name}": base for name, base in bases.items() if base}
-        known = (*Point._fields, "step_ms")
-        others = [what for what in dict.fromkeys(what for point in points.values() for what in point) if what not in known]
+        measured = dict.fromkeys(what for point in points.values() for what in point)
+        others = [what for what in measured if what not in (*Point._fields, "step_ms")]
         rows = [[title, "ms/step", "examples/s", *found, *others]]
         for name, point in points.items():
             rate = f"{1000 * point['batch_size'] / median(point['step_ms']):.0f}"
