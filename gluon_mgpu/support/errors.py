@@ -6,6 +6,8 @@ and `--lr 0` on the command line, which sets `caller`.
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 import platform
 import re
@@ -61,6 +63,12 @@ class UsageError(Error):
         self.name, self.value, self.advice = name, value, advice
         subject = setting(name, value) if name else str(value or "")
         super().__init__(f"{subject}: {advice}" if subject else advice)
+
+
+def check_whole(name: str, value: object, least: int, most: float = math.inf, advice: str = "") -> None:
+    """Raise UsageError unless a value is a whole number in this range."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise UsageError(name, value, advice or f"must be a whole number of at least {least}")
 
 
 class Interrupted(KeyboardInterrupt):

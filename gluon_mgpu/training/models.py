@@ -1,5 +1,5 @@
-"""What the training loop knows of a lesson: a `Model`. An ArrayModel calls the functions of scratch or of a copy of it, a
-GluonModel those of highlevel. `create_model` chooses one of them."""
+"""What the training loop knows of a lesson: a `Model`. An ArrayModel calls the functions of scratch or of a copy of it,
+a GluonModel those of highlevel. `create_model` chooses one of them."""
 
 from __future__ import annotations
 
