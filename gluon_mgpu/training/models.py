@@ -104,9 +104,16 @@ class Model(ABC):
     def update(self, lr: float, batch_size: int) -> None:
         """Update each replica with its gradients, which are sums over batch_size examples."""
 
-    @abstractmethod
     def split_and_load(self, data: NDArray) -> list[NDArray]:
         """Split a batch into one shard per device."""
+        return self._call("split_and_load", data, self.ctx)
+
+    def _call(self, function: str, *args: Any) -> list[NDArray]:
+        """Call a function of the lesson. Raises UsageError if it returns anything but a list of NDArrays."""
+        arrays = getattr(self.lesson, function)(*args)
+        if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
+            raise self.wrong(function, arrays, "a list of NDArrays")
+        return arrays  # type: ignore[return-value]
 
     def wrong(self, function: str, returned: object, right: str) -> UsageError:
         """The error for a function of the lesson that returns something wrong."""
@@ -153,12 +160,12 @@ class ArrayModel(Model):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        params = _arrays_from(self, "init_params")
-        self.device_params = [_arrays_from(self, "get_params", params, c) for c in self.ctx]
+        params = self._call("init_params")
+        self.device_params = [self._call("get_params", params, c) for c in self.ctx]
         self.names = _array_names([param.ndim for param in params])
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        return _arrays_from(self, "train_batch", X, y, self.device_params, self.ctx, lr)
+        return self._call("train_batch", X, y, self.device_params, self.ctx, lr)
 
     def predict(self, X: NDArray) -> NDArray:
         scores = self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
@@ -169,11 +176,8 @@ class ArrayModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return dict(zip(self.names, self.device_params[device]))
 
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return _arrays_from(self, "split_and_load", data, self.ctx)
-
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return _arrays_from(self, "forward_backward", self.device_params, Xs, ys)
+        return self._call("forward_backward", self.device_params, Xs, ys)
 
     def allreduce(self) -> None:
         for i in range(len(self.names)):
@@ -267,7 +271,7 @@ class GluonModel(Model):
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = _arrays_from(self, "train_batch", X, y, self.net, self.ctx, self.trainer)
+        losses = self._call("train_batch", X, y, self.net, self.ctx, self.trainer)
         self.average_running_stats(losses, X.shape[0], Group())
         return losses
 
@@ -277,11 +281,8 @@ class GluonModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return self._arrays[device]
 
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return _arrays_from(self, "split_and_load", data, self.ctx)
-
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return _arrays_from(self, "forward_backward", self.net, Xs, ys)
+        return self._call("forward_backward", self.net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -350,14 +351,6 @@ def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:
     nd.waitall()  # a forward pass that is still running may change the layout of weights
     return {name: array.asnumpy() for name, array in model.arrays(device).items()}
 
-
-
-def _arrays_from(model: Model, function: str, *args: Any) -> list[NDArray]:
-    """Call a function of a model's lesson. Raises UsageError if it returns anything but a list of NDArrays."""
-    arrays = getattr(model.lesson, function)(*args)
-    if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
-        raise model.wrong(function, arrays, "a list of NDArrays")
-    return arrays  # type: ignore[return-value]
 
 
 def _array_names(dimensions: list[int]) -> Sequence[str]:
