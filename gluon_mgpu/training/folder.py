@@ -151,14 +151,8 @@ def opened(given: dict[str, Any], group: Group) -> Iterator[tuple[Folder | None,
             run = read(given["resume"])
         elif group.rank == 0 and given.get("out") is not None:
             folder = Folder(given["out"], "out")
-        yield folder, _of_worker_0(run, group)
+        of_worker_0 = group.broadcast(run and run.as_json())
+        yield folder, run if group.rank == 0 or of_worker_0 is None else Run.from_json(of_worker_0, {})
     finally:
         if folder:
             folder.close()
-
-
-def _of_worker_0(run: Run | None, group: Group) -> Run | None:
-    if group.size == 1:
-        return run
-    content = group.broadcast(run and run.as_json())
-    return run if group.rank == 0 or content is None else Run.from_json(content, {})

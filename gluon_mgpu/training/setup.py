@@ -52,8 +52,7 @@ def set_up(
     if recorded:
         recorded.check_data(data, "data_dir", config.data_dir)
     details = _details(ctx, data, group)
-    if group.size > 1:
-        group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
+    group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
     shape, classes = details["image_shape"], details["classes"]
     warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
     seed_generators(seed)

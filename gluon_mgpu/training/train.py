@@ -55,9 +55,8 @@ train.__signature__ = inspect.signature(Config).replace(return_annotation="list[
 def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: Dataset | None = None) -> list[Epoch]:
     """See `train`. given: the settings that the user passed, parsed. lesson, data: passed as objects, from Python."""
     with workers.join(given.get("kvstore", Config.kvstore)) as group:
-        if group.size > 1:
-            texts = {setting(name): str(value) for name, value in given.items()}
-            group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
+        texts = {setting(name): str(value) for name, value in given.items()}
+        group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
         given = Config.with_absolute_paths(given)
         with opened(given, group) as (folder, recorded):
             config = _resumed(recorded, given, folder) if recorded else Config(**given)
