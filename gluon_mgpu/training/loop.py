@@ -141,8 +141,8 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
     if broken:
-        where = f"{title} ({', '.join(broken)})"
-        raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
+        place = f"{title} ({', '.join(broken)})"
+        raise Error(f"parameters are not finite in {place}: training stopped; try a smaller {setting('lr')}")
     others = [read_arrays(model, device) for device in range(1, len(model.ctx))]
     differ = [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
     if group.size > 1:

@@ -81,8 +81,8 @@ class Model(ABC):
         ours, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
         if ours != others:
             (name, shape), *_ = sorted({*ours.items()} ^ {*others.items()})
-            where = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
-            raise Error(f"the checkpoint is from a different network or lesson: {where} {name} {shape}")
+            which = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
+            raise Error(f"the checkpoint is from a different network or lesson: {which} {name} {shape}")
 
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         accuracy = self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
