@@ -49,9 +49,9 @@ def set_up(
     else:
         data = data.first(config.limit)
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
-    if recorded:
-        recorded.check_data(data, "data_dir", config.data_dir)
     details = _details(ctx, data, group)
+    if recorded:
+        recorded.check_data(data, details["data_digest"], "data_dir", config.data_dir)
     group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
     shape, classes = details["image_shape"], details["classes"]
     warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
