@@ -73,14 +73,14 @@ def name_of(lesson: ModuleType) -> str:
 
 class Lesson(NamedTuple):
     """What there is to know about a lesson. name: as in --impl. family: the package's lesson that it is, or is a copy
-    of. is_own: whether it is the user's own. recorded: the name that a run records, with the whole path of a file.
-    missing: the settings without a meaning in it."""
+    of. is_own: whether it is the user's own. full_name: the name, with the whole path of a file. missing: the settings
+    without a meaning in it."""
 
     module: ModuleType
     name: str
     family: str
     is_own: bool
-    recorded: str
+    full_name: str
     missing: frozenset[str]
 
     def check_settings(self, config: Config) -> None:
@@ -118,5 +118,5 @@ def describe(module: ModuleType) -> Lesson:
         advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
         raise UsageError("impl", name, advice)
     missing = frozenset(setting for setting, declared in SETTINGS.items() if family not in declared.lessons)
-    recorded = str(getattr(module, "__file__", None) or name) if name.endswith(".py") else name
-    return Lesson(module, name, family, name not in LESSONS, recorded, missing)
+    full_name = str(getattr(module, "__file__", None) or name) if name.endswith(".py") else name
+    return Lesson(module, name, family, name not in LESSONS, full_name, missing)

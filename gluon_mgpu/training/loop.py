@@ -100,11 +100,11 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
     steps_per_epoch = -(-examples // size)
     earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
     order = shuffled(examples, config.seed, number)[position.steps * size :]
-    local = partial(group.local_indices, device_count=len(model.ctx)) if group.size > 1 else None
+    part = partial(group.local_indices, device_count=len(model.ctx)) if group.size > 1 else None
     start = time.perf_counter() - position.seconds
     losses = Losses(number, examples, size, position.steps, group)
     stopped = False
-    for X, y in batches(data.train_images, data.train_labels, size, order, local):
+    for X, y in batches(data.train_images, data.train_labels, size, order, part):
         if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
             stopped = True
             break
@@ -122,12 +122,12 @@ def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     config, data, model = setup.run.config, setup.data, setup.model
     batch_size = min(config.batch_size, LARGEST_BATCH)
-    local = group.local_indices(len(data.test_labels), len(model.ctx))
+    mine = group.local_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
     try:
-        if len(local):
-            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, local))
-            correct = round(model.evaluate_accuracy(test_iter) * len(local))
+        if len(mine):
+            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, mine))
+            correct = round(model.evaluate_accuracy(test_iter) * len(mine))
     except Interrupted:
         stopped = True
     correct = group.total(correct)

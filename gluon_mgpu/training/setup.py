@@ -43,7 +43,7 @@ def set_up(
     """
     draws_seed = config.seed is None
     seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
-    config = dataclasses.replace(config, impl=lesson.recorded, seed=seed)
+    config = dataclasses.replace(config, impl=lesson.full_name, seed=seed)
     if data is None:
         data = datasets.load(config.dataset, config.data_dir, config.limit, seed)
     else:
