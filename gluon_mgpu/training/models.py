@@ -124,9 +124,7 @@ class Model(ABC):
         """The gradients on one device, by the names of their parameters."""
         return {name: array.grad for name, array in self.arrays(device).items() if array.grad is not None}
 
-    def average_running_stats(
-        self, losses: list[NDArray], examples: int, group: Group, fraction: float = 1.0
-    ) -> None:
+    def average_running_stats(self, losses: list[NDArray], examples: int, group: Group, fraction: float = 1.0) -> None:
         """Average batch normalization's running statistics over the devices and workers, weighted by the number of
         examples, so that all replicas give the same result in an evaluation.
 
@@ -152,7 +150,6 @@ class Model(ABC):
                 size = arrays[i][name].shape[0]
                 on_device[start : start + size].copyto(arrays[i][name])
                 start += size
-
 
 
 class ArrayModel(Model):
@@ -350,7 +347,6 @@ def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:
     """Read the arrays of a model, or of another object with a method `arrays`, on one device. See `Model.arrays`."""
     nd.waitall()  # a forward pass that is still running may change the layout of weights
     return {name: array.asnumpy() for name, array in model.arrays(device).items()}
-
 
 
 def _array_names(dimensions: list[int]) -> Sequence[str]:

@@ -24,7 +24,8 @@ class Group:
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = comm
-        self.rank, self.size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self.rank: int = 0 if comm is None else comm.rank
+        self.size: int = 1 if comm is None else comm.size
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """Sum an array over all processes, in place."""

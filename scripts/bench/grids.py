@@ -151,8 +151,8 @@ def measure_grid(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -
                 for what, value in measured.items():
                     result.setdefault(what, []).append(value)
                 log.say(f"{title(point)}: {measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})", "")
-    measured = [{**point._asdict(), **result} for point, result in zip(points, results)]
-    return {"grid": grid, "rounds": rounds, "machine": machine(), "points": measured}
+    of_points = [{**point._asdict(), **result} for point, result in zip(points, results)]
+    return {"grid": grid, "rounds": rounds, "machine": machine(), "points": of_points}
 
 
 def title(point: Point) -> str:

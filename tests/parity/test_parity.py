@@ -4,9 +4,9 @@ import mxnet as mx
 import pytest
 from mxnet.gluon import Trainer
 from parity import bands, checks, drift, examples, recipes
+from parity.checks import RECORDED
 from parity.cli import parity
 from parity.recipes import RECIPES
-from parity.checks import RECORDED
 from runs import call
 
 from gluon_mgpu import highlevel, scratch
