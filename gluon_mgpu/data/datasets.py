@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import platformdirs
@@ -126,6 +126,16 @@ class Dataset(NamedTuple):
             digest.update(f"{same.dtype.str} {same.shape}".encode())
             digest.update(np.ascontiguousarray(same).data)
         return digest.hexdigest()
+
+    def described(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return {
+            "data": self.source,
+            "data_digest": self.digest(),
+            "image_shape": self.image_shape,
+            "image_dtype": str(self.train_images.dtype),
+            "classes": self.classes,
+        }
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal, which runs of earlier versions record instead of `digest`."""

@@ -110,6 +110,21 @@ class Lesson(NamedTuple):
         return UsageError(name, value, f"not supported by {self.name}, only by {others} and copies of it")
 
 
+def chosen(config: Config, given: Collection[str], module: ModuleType | None = None) -> tuple[Lesson, Config]:
+    """The lesson of a run, and the settings for training with it.
+
+    given: names of the settings that the user passed. module: the lesson; None: load the one that is named in the
+    settings. Raises UsageError if a resumed run used a lesson of the user's own, and the user has not passed it.
+    """
+    if (
+        module is None and "impl" not in given and config.impl not in LESSONS
+    ):  # a checkpoint does not choose code to run
+        advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
+        raise UsageError("resume", config.resume, advice)
+    lesson = describe(module or load(config.impl))
+    return lesson, lesson.for_training(config, given)
+
+
 def describe(module: ModuleType) -> Lesson:
     """Find out what there is to know about a lesson. Raises UsageError if it is a copy of neither."""
     name = name_of(module)

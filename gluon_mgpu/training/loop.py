@@ -25,7 +25,7 @@ from gluon_mgpu.training.folder import Folder
 from gluon_mgpu.training.losses import Losses
 from gluon_mgpu.training.models import Model, read_arrays
 from gluon_mgpu.training.record import Epoch, Run, exists
-from gluon_mgpu.training.seeds import seed_generators, seed_of_step
+from gluon_mgpu.training.seeds import seed_step
 from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import Step
 from gluon_mgpu.training.workers import Group
@@ -108,7 +108,7 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
         if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
             stopped = True
             break
-        seed_generators(seed_of_step(config.seed, group.rank, earlier + position.steps))
+        seed_step(config.seed, group.rank, earlier + position.steps)
         lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
         losses.add(setup.step(X, y, lr), X.shape[0])
         position.steps += 1

@@ -11,8 +11,13 @@ import numpy as np
 
 
 def seed_of_step(seed: int, worker: int, step: int) -> int:
-    """The seed for the random numbers of one step in one worker. Finding it and seeding take 0.2 ms."""
+    """The seed for the random numbers of one step in one worker."""
     return int(np.random.SeedSequence([seed, worker, step]).generate_state(1)[0] >> 1)  # MXNet takes 31 bits
+
+
+def seed_step(seed: int, worker: int, step: int) -> None:
+    """Seed the generators for one step in one worker, which takes 0.2 ms."""
+    seed_generators(seed_of_step(seed, worker, step))
 
 
 def seed_generators(seed: int) -> None:

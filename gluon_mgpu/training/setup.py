@@ -52,7 +52,8 @@ def set_up(
     details = _details(ctx, data, group)
     if recorded:
         recorded.check_data(data, details["data_digest"], "data_dir", config.data_dir)
-    group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
+    if group.size > 1:
+        group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
     shape, classes = details["image_shape"], details["classes"]
     warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
     seed_generators(seed)
@@ -88,11 +89,7 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
         "mxnet": mxnet.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "data": data.source,
-        "data_digest": data.digest(),
-        "image_shape": data.image_shape,
-        "image_dtype": str(data.train_images.dtype),
-        "classes": data.classes,
+        **data.described(),
     }
 
 

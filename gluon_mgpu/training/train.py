@@ -20,7 +20,7 @@ from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons, workers
-from gluon_mgpu.training.config import LESSONS, Config
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import Folder, opened
 from gluon_mgpu.training.record import Epoch, Run
 
@@ -55,8 +55,9 @@ train.__signature__ = inspect.signature(Config).replace(return_annotation="list[
 def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: Dataset | None = None) -> list[Epoch]:
     """See `train`. given: the settings that the user passed, parsed. lesson, data: passed as objects, from Python."""
     with workers.join(given.get("kvstore", Config.kvstore)) as group:
-        texts = {setting(name): str(value) for name, value in given.items()}
-        group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
+        if group.size > 1:
+            texts = {setting(name): str(value) for name, value in given.items()}
+            group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
         given = Config.with_absolute_paths(given)
         with opened(given, group) as (folder, recorded):
             config = _resumed(recorded, given, folder) if recorded else Config(**given)
@@ -67,9 +68,8 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
 
             gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
             with seeds.restored_afterward(), _exit_is_an_error(config.impl):
-                described = lessons.describe(lesson or _load_lesson(config, given))
-                config = described.for_training(config, given)
-                ready = setup.set_up(config, recorded, described, data, ctx, group)
+                chosen, config = lessons.chosen(config, given, lesson)
+                ready = setup.set_up(config, recorded, chosen, data, ctx, group)
                 if folder:
                     folder.create()
                 if recorded:  # so that the next resume uses the new settings
@@ -106,10 +106,3 @@ def _resumed(recorded: Run, given: dict[str, Any], folder: Folder | None) -> Con
         if folder:
             folder.end(finished)  # if the run was killed, metrics.jsonl or curves.png may be out of date
     return config
-
-
-def _load_lesson(config: Config, given: dict[str, Any]) -> ModuleType:
-    if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
-        advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
-        raise UsageError("resume", config.resume, advice)
-    return lessons.load(config.impl)
