@@ -1,5 +1,5 @@
-"""What the first two steps with a user's own lesson show: which of its functions they do not call, and which of its
-variables change although no checkpoint holds them."""
+"""What the first steps with a user's own lesson show: which of its functions are not called, and which of its variables
+change although no checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -23,43 +23,20 @@ from gluon_mgpu.training.step import Step
 IN_A_STEP = ("train_batch", "split_and_load", "forward_backward", "lenet", "loss", "allreduce", "sgd")
 
 
-@contextmanager
-def called(on_call: Callable[[FrameType], object] = lambda frame: None) -> Iterator[set[CodeType]]:
-    """The code of the Python functions that are called inside the `with` block. on_call: also gets each call's
-    frame."""
-    codes, before = set[CodeType](), sys.getprofile()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            codes.add(frame.f_code)
-            on_call(frame)
-
-    sys.setprofile(note)
-    try:
-        yield codes
-    finally:
-        sys.setprofile(before)
-
-
-def code_of(function: Any) -> CodeType | None:
-    """The code of a function, without its decorators."""
-    return getattr(inspect.unwrap(function), "__code__", None)
-
-
-def naming_what_it_does_not_call(step: Step, lesson: Lesson, built: Sequence[str]) -> Step:
+def naming_what_it_does_not_call(step: Step, lesson: Lesson, others: Sequence[str]) -> Step:
     """The same step. After its first call, a notice names the functions that the user has changed, and that it has not
-    called. built: those of IN_A_STEP that were called when the network was built."""
+    called. others: those of IN_A_STEP that are called before."""
     is_first = True
 
     def watched(*args: Any) -> list[NDArray]:
         nonlocal is_first
         if not is_first:
             return step(*args)
-        is_first = False
-        with called() as codes:
+        is_first, called = False, set[CodeType]()
+        with noting_calls(lambda frame: called.add(frame.f_code)):
             losses = step(*args)
-        changed = [name for name in (*IN_A_STEP, "train") if name not in built and _is_changed(name, lesson)]
-        if left_out := [name for name in changed if code_of(getattr(lesson.module, name)) not in codes]:
+        names = [name for name in (*IN_A_STEP, "train") if name not in others and _is_changed(name, lesson)]
+        if left_out := [name for name in names if code_of(getattr(lesson.module, name)) not in called]:
             log.say(f"a step does not call your own {', '.join(left_out)} in {lesson.name}, with these settings")
         return losses
 
@@ -74,6 +51,22 @@ def _is_changed(name: str, lesson: Lesson) -> bool:
     with suppress(OSError, TypeError):  # one of them has no source
         return inspect.getsource(own) != inspect.getsource(original)
     return True
+
+
+@contextmanager
+def noting_calls(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call note(frame) whenever a Python function is called."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: note(frame) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, without its decorators."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dict[str, NDArray]]) -> Step:
@@ -91,7 +84,7 @@ def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dic
             arrays = [*saved().values()]  # alive, so that no other object gets one of their ids
             held = {id(array) for array in arrays}
             kept = {name: value for name, value in vars(lesson.module).items() if name[:2] != "__"}
-            contents = {name: _contents(value, lesson.module, held) for name, value in kept.items()}
+            contents = {name: _contents(value, lesson, held) for name, value in kept.items()}
             found.append({name: zlib.crc32(b"".join(parts)) for name, parts in contents.items()})
             first, last = found[0], found[-1]
             if changed := sorted(name for name in last if first.get(name, last[name]) != last[name]):
@@ -104,7 +97,7 @@ def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dic
     return watched
 
 
-def _contents(value: Any, module: ModuleType, held: set[int], depth: int = 0) -> Iterator[bytes]:
+def _contents(value: Any, lesson: Lesson, held: set[int], depth: int = 0) -> Iterator[bytes]:
     """The arrays and numbers that a variable leads to, except the arrays with these ids."""
     if isinstance(value, gluon.Trainer):
         value = value.optimizer.num_update
@@ -115,8 +108,8 @@ def _contents(value: Any, module: ModuleType, held: set[int], depth: int = 0) ->
     elif isinstance(value, (int, float)):
         yield repr(value).encode()
     elif depth < 4:  # objects may refer to each other
-        if type(value).__module__ == module.__name__:
+        if type(value).__module__ == lesson.module.__name__:
             value = getattr(value, "__dict__", value)
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         for part in parts:
-            yield from _contents(part, module, held, depth + 1)
+            yield from _contents(part, lesson, held, depth + 1)
