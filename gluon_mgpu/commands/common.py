@@ -142,12 +142,12 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for name in reversed(names or tuple(SETTINGS)):
             default, declared = getattr(Config, name), SETTINGS[name]
-            how = {name: getattr(declared, name) for name in ("type", "help", "heading", "metavar")}
+            how: dict[str, Any] = {"type": declared.type, "help": declared.help, "metavar": declared.metavar}
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
                 flag += f"/--no-{flag[2:]}"
                 how |= {"is_flag": True, "type": None, "metavar": None}
-            how["default"] = declared.typed or default
+            how |= {"heading": declared.heading, "default": declared.typed or default}
             command = option(flag, name, **{**how, **changes.get(name, {})})(command)
         return command
 

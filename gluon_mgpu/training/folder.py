@@ -152,7 +152,9 @@ def opened(given: dict[str, Any], group: Group) -> Iterator[tuple[Folder | None,
         elif group.rank == 0 and given.get("out") is not None:
             folder = Folder(given["out"], "out")
         of_worker_0 = group.broadcast(run and run.as_json())
-        yield folder, run if group.rank == 0 or of_worker_0 is None else Run.from_json(of_worker_0, {})
+        if group.rank > 0 and of_worker_0 is not None:
+            run = Run.from_json(of_worker_0, {})
+        yield folder, run
     finally:
         if folder:
             folder.close()

@@ -116,9 +116,8 @@ def chosen(config: Config, given: Collection[str], module: ModuleType | None = N
     given: names of the settings that the user passed. module: the lesson; None: load the one that is named in the
     settings. Raises UsageError if a resumed run used a lesson of the user's own, and the user has not passed it.
     """
-    if (
-        module is None and "impl" not in given and config.impl not in LESSONS
-    ):  # a checkpoint does not choose code to run
+    is_given = module is not None or "impl" in given
+    if not is_given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
         advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
         raise UsageError("resume", config.resume, advice)
     lesson = describe(module or load(config.impl))
