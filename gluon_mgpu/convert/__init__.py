@@ -14,6 +14,7 @@ import keyword
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_mgpu.convert import to_gluon, to_onnx, to_pytorch
-from gluon_mgpu.convert.exported import Exported, from_files, from_run, has_lengths, last_line
+from gluon_mgpu.convert.exported import Exported, from_files, from_run, last_line
 from gluon_mgpu.support.errors import Error, UsageError
 
 __all__ = ["TARGETS", "TOLERANCE", "Exported", "check_prefix", "from_files", "from_run", "save"]
@@ -79,20 +80,10 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     try:
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=files[0].parent) as folder:
             base = os.path.join(folder, Path(prefix).name)
-            given, (network, found) = network, _written(network, target, base)
-            error = network.relative_error(found)
-            near = error <= tolerance  # not if it is NaN
-            if not near and not network.is_rounding(found):
-                what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
-                ties = network.ties()
-                advice = "" if ties else "; a larger --tolerance accepts them"
-                raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
+            converted, found = _written(network, target, base)
+            remarks = [_compared_scores(converted, found, prefix, tolerance)]
             if to == "pytorch":
-                words, tolerable, uncompared = to_pytorch.differences(network, base, tolerance)
-                if words:
-                    what = "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
-                    advice = "; if MXNet's gradients are wrong, a larger --tolerance accepts these" * tolerable
-                    raise Error(f"{prefix}: it would train differently: {what}; nothing was written{advice}")
+                remarks += _compared_training(converted, base, prefix, tolerance)
             for suffix, file in zip(target.SUFFIXES, files):
                 os.replace(base + suffix, file)
     except SyntaxError as failure:  # a rule wrote wrong code
@@ -106,23 +97,11 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
         if quantized := [name for name, array in network.params.items() if array.dtype == np.int8]:
             reason += f"; these parameters are int8: {', '.join(quantized)}"
         raise Error(f"{prefix}: cannot be written ({reason})") from None
-    batches = [X[0].shape[network.batch_axes.get(network.inputs[0], 0)] for X, _ in network.samples]
-    difference = f"scores differ from MXNet's by at most {error:.1e} (relative error)"
-    difference += "" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these"
-    report = f"wrote {' and '.join(map(str, files))}; on {sum(batches)} inputs, {difference}\n"
-    if to == "pytorch" and uncompared:
-        report += f"{uncompared}\n"
-    if len(given.samples) > len(network.samples):
-        report += "the files accept only inputs of the given size\n"
-    if any(map(has_lengths, network.graph["nodes"])):
-        report += "MXNet ignores the lengths of recurrent layers on CPUs, so the check used full lengths\n"
-    if {*batches} == {1}:
-        report += "the files accept only one example at a time\n"
-    if damaged := [name for name, array in network.params.items() if np.isnan(array).any()]:
-        report += f"the parameters contain NaN: {', '.join(damaged)}\n"
-    if constant := network.nearly_constant():
-        report += f"the check says little about {', '.join(constant)}: almost the same for all inputs\n"
-    return report + target.USAGE.format(prefix=prefix, inputs=network.inputs)
+    if len(network.samples) > len(converted.samples):
+        remarks.append("the files accept only inputs of the given size")
+    remarks += _remarks(converted)
+    usage = target.USAGE.format(prefix=prefix, inputs=network.inputs)
+    return "\n".join([f"wrote {' and '.join(map(str, files))}; {remarks[0]}", *remarks[1:], usage])
 
 
 def _written(network: Exported, target: ModuleType, base: str) -> tuple[Exported, list[list[np.ndarray]]]:
@@ -139,3 +118,40 @@ def _written(network: Exported, target: ModuleType, base: str) -> tuple[Exported
             raise
         target.write(single, base)
         return single.compute(), target.outputs(single, base)
+
+
+def _compared_scores(network: Exported, found: list[list[np.ndarray]], prefix: str, tolerance: float) -> str:
+    """How near the scores are to MXNet's. Raises Error if they are too far off."""
+    error = network.relative_error(found)
+    near = error <= tolerance  # not if it is NaN
+    if not near and not network.is_rounding(found):
+        what = f"for {network.worst_input(found)}, scores differ from MXNet's by {error:.2g} (relative)"
+        ties = network.ties()
+        advice = "" if ties else "; a larger --tolerance accepts them"
+        raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
+    return (
+        f"on {sum(network.batch_sizes)} inputs, scores differ from MXNet's by at most {error:.1e} (relative error)"
+        + ("" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these")
+    )
+
+
+def _compared_training(network: Exported, base: str, prefix: str, tolerance: float) -> list[str]:
+    """What was not compared in the training. Raises Error if a PyTorch module would train differently."""
+    words, tolerable, uncompared = to_pytorch.differences(network, base, tolerance)
+    if words:
+        what = "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
+        advice = "; if MXNet's gradients are wrong, a larger --tolerance accepts these" * tolerable
+        raise Error(f"{prefix}: it would train differently: {what}; nothing was written{advice}")
+    return [uncompared] if uncompared else []
+
+
+def _remarks(network: Exported) -> Iterator[str]:
+    """What else a user should know about a converted network."""
+    if any(node.has_lengths for node in network.graph.nodes):
+        yield "MXNet ignores the lengths of recurrent layers on CPUs, so the check used full lengths"
+    if {*network.batch_sizes} == {1}:
+        yield "the files accept only one example at a time"
+    if damaged := [name for name, array in network.params.items() if np.isnan(array).any()]:
+        yield f"the parameters contain NaN: {', '.join(damaged)}"
+    if constant := network.nearly_constant():
+        yield f"the check says little about {', '.join(constant)}: almost the same for all inputs"

@@ -1,16 +1,10 @@
-"""A network to convert: its graph, its parameters, and inputs with the outputs that a conversion must reproduce.
-
-Nodes of the graph are identified by their index, because several can have the same name: a block that is called twice
-writes two nodes with its name.
-"""
+"""A network to convert: its graph, its parameters, and inputs with the outputs that a conversion must reproduce."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import io
-import json
 import math
 import re
 import tempfile
@@ -26,7 +20,8 @@ from mxnet.ndarray import NDArray
 from mxnet.util import np_shape
 
 from gluon_mgpu import evaluate
-from gluon_mgpu.convert.registry import TRUE, attributes, is_known, parse, simple
+from gluon_mgpu.convert.graph import Graph, in_float64, read, without_losses
+from gluon_mgpu.convert.registry import attributes
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.support.errors import Error, UsageError
 
@@ -35,16 +30,6 @@ BATCH_SIZE = 100  # of test images
 RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 LARGER_BATCHES = (*range(2, 33), 64, 100, 128, 256)  # batch sizes for which a graph may be written
 FLOATS = ("float16", "float32", "float64")
-# Operators that are replaced by others, which compute their outputs from the first input: training layers, whose second
-# input is the labels, and one for sparse arrays
-REPLACED = {
-    "_square_sum": ("square", "sum"),
-    "SoftmaxOutput": ("Flatten", "softmax", "reshape_like"),
-    "LogisticRegressionOutput": ("sigmoid",),
-    **dict.fromkeys(("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput"), ("_copy",)),
-    **dict.fromkeys(("MakeLoss", "make_loss", "IdentityAttachKLSparseReg"), ("_copy",)),  # only their gradients differ
-}
-
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
 # the size of an axis of the first input, "length", or "all" for the length of the longest sequence}. Operators have
 # their simple names.
@@ -60,7 +45,6 @@ MOVES = """reshape transpose swapaxis expanddims squeeze slice sliceaxis sliceli
 
 Shape = tuple[int, ...]
 Given = tuple[Union[int, str], ...]  # a shape whose batch is written as "n"
-Graph = dict[str, Any]  # the contents of a graph file
 
 
 class Sample(NamedTuple):
@@ -82,7 +66,7 @@ class Exported:
 
     @property
     def symbol(self) -> mx.sym.Symbol:
-        return as_symbol(self.graph)
+        return self.graph.symbol()
 
     @property
     def outputs(self) -> list[str]:
@@ -94,30 +78,30 @@ class Exported:
 
     def np_shape(self) -> Any:
         """A context in which a shape of () means a scalar, if the network was exported under npx.set_np()."""
-        return np_shape(bool(self.graph["attrs"].get("is_np_shape", ["int", 0])[1]))
+        return np_shape(self.graph.is_np_shape)
 
     @functools.cached_property
     def constants(self) -> set[str]:
         """The parameters that are no variables of the training: Gluon's constants, and integers."""
-        nodes = {node["name"]: node.get("attrs", {}) for node in self.graph["nodes"] if node["op"] == "null"}
-        return {
-            name
-            for name, array in self.params.items()
-            if array.dtype != np.float32 or nodes.get(name, {}).get("__init__", "").startswith("Constant_")
-        }
+        constants = {node.name for node in self.graph.nodes if node.attrs.get("__init__", "").startswith("Constant_")}
+        return {name for name, array in self.params.items() if array.dtype != np.float32 or name in constants}
 
     @functools.cached_property
     def frozen(self) -> set[str]:
         """The parameters that MXNet does not change: their learning rate is 0, or batch normalization ignores them."""
         multipliers = ("lr_mult", "__lr_mult__", "grad_mult", "__grad_mult__")
         found = set[str]()
-        for node in self.graph["nodes"]:
-            attrs = node.get("attrs", {})
-            if node["op"] == "null" and any(_is_zero(attrs.get(key, "1")) for key in multipliers):
-                found.add(node["name"])
-            if simple(node["op"]) in ("batchnorm", "syncbatchnorm") and attrs.get("fix_gamma", "True") in TRUE:
-                found.add(self.graph["nodes"][node["inputs"][1][0]]["name"])
+        for node in self.graph.nodes:
+            if node.op == "null" and any(_is_zero(node.attrs.get(key, "1")) for key in multipliers):
+                found.add(node.name)
+            if node.kind in ("batchnorm", "syncbatchnorm") and node.is_true("fix_gamma", "True"):
+                found.add(self.graph.nodes[node.inputs[1][0]].name)
         return found & self.params.keys()
+
+    @functools.cached_property
+    def trained(self) -> set[str]:
+        """The parameters that MXNet trains."""
+        return {*self.symbol.list_arguments()} & self.params.keys() - self.constants - self.frozen
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
@@ -134,19 +118,19 @@ class Exported:
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
         """Infer the shapes of each node's outputs from the inputs' shapes. Raises ValueError or MXNetError."""
         known = {**{name: array.shape for name, array in self.params.items()}, **dict(zip(self.inputs, inputs))}
-        nodes = [{**node, "name": f"{i}_{node['name']}"} for i, node in enumerate(self.graph["nodes"])]
-        symbol = as_symbol({**self.graph, "nodes": nodes}).get_internals()
-        names = {nodes[i]["name"]: node["name"] for i, node in enumerate(self.graph["nodes"]) if node["op"] == "null"}
+        nodes = [replace(node, name=f"{i}_{node.name}") for i, node in enumerate(self.graph.nodes)]
+        symbol = replace(self.graph, nodes=nodes).symbol().get_internals()
+        arguments = {f"{i}_{node.name}": node.name for i, node in enumerate(self.graph.nodes) if node.op == "null"}
         with self.np_shape(), contextlib.redirect_stdout(io.StringIO()):  # MXNet prints the arguments if it fails
-            _, shapes, _ = symbol.infer_shape(**{i: known[name] for i, name in names.items() if name in known})
+            _, shapes, _ = symbol.infer_shape(**{i: known[name] for i, name in arguments.items() if name in known})
         if shapes is None:
             raise ValueError("the shapes inside the network cannot be inferred")
         result: list[list[Shape]] = [[] for _ in nodes]
         for name, shape in zip(symbol.list_outputs(), shapes):  # name: such as 12_dense0_fwd_output
             result[int(name.split("_")[0])].append(shape)
-        for node, [shape, *_] in zip(self.graph["nodes"], result):
-            if "reshape" in node["op"].lower() and math.prod(shape) != math.prod(result[node["inputs"][0][0]][0]):
-                raise ValueError(f"{node['op']} layer {node['name']!r} has a fixed shape")  # MXNet would crash
+        for node, [shape, *_] in zip(self.graph.nodes, result):
+            if "reshape" in node.op.lower() and math.prod(shape) != math.prod(result[node.inputs[0][0]][0]):
+                raise ValueError(f"{node.op} layer {node.name!r} has a fixed shape")  # MXNet would crash
         return result
 
     def axes(self, name: str) -> list[int | str]:
@@ -199,19 +183,10 @@ class Exported:
             errors.append(np.max(np.concatenate(differences) / np.maximum(norm, typical)))
         return float(np.max(errors))  # NaN if one of them is
 
-    def graph_in_float64(self) -> Graph:
-        """The graph with float64 instead of float32."""
-        nodes = [dict(node) for node in self.graph["nodes"]]
-        for node in nodes:
-            default = "" if node["op"] == "null" else attributes(node["op"]).get("dtype", ("", ""))[1]
-            if node.get("attrs", {}).get("dtype", default) == "float32":
-                node["attrs"] = {**node.get("attrs", {}), "dtype": "float64"}
-        return {**self.graph, "nodes": nodes}
-
     def is_rounding(self, found: list[list[np.ndarray]]) -> bool:
         """Whether found is at least as near to what MXNet computes in float64 as what it computes in float32."""
         arrays = {name: as_float64(array) for name, array in self.params.items()}
-        double = replace(self, graph=self.graph_in_float64(), params=arrays)
+        double = replace(self, graph=self.graph.rewritten(in_float64), params=arrays)
         try:
             exact = [Sample(X, double.predict(map(as_float64, X))) for X, _ in self.samples]
             again = [self.predict(X) for X, _ in self.samples]
@@ -223,26 +198,22 @@ class Exported:
 
     def before(self, i: int) -> list[str]:
         """The names, as in --output, of the outputs that a node takes, without the network's inputs and parameters."""
-        entries = [entry for entry in self.graph["nodes"][i]["inputs"] if self.graph["nodes"][entry[0]]["op"] != "null"]
-        return [self._until(entry).list_outputs()[0].removesuffix("_output") for entry in entries]
-
-    def _until(self, entry: list[int]) -> mx.sym.Symbol:
-        return as_symbol({**self.graph, "heads": [entry]})
+        entries = [entry for entry in self.graph.nodes[i].inputs if self.graph.nodes[entry[0]].op != "null"]
+        return [self.graph.symbol([entry]).list_outputs()[0].removesuffix("_output") for entry in entries]
 
     def ties(self) -> list[str]:
         """Describes the layers that order equal numbers, which MXNet and PyTorch do differently."""
         found = []
-        for i, node in enumerate(self.graph["nodes"]):
-            attrs = node.get("attrs", {})
-            if node["op"] not in ("topk", "argsort") or attrs.get("ret_typ") == "value":
+        for i, node in enumerate(self.graph.nodes):
+            if node.op not in ("topk", "argsort") or node.attrs.get("ret_typ") == "value":
                 continue
-            axis = parse("int", attrs.get("axis", "-1"))
+            axis = node.value("axis")
             for X, _ in self.samples:
-                [values] = self.evaluate(self._until(node["inputs"][0]), X)
+                [values] = self.evaluate(self.graph.symbol(node.inputs[:1]), X)
                 if (np.diff(np.sort(values, axis), axis=-1 if axis is None else axis) == 0).any():
                     names = " ".join(f"--output {name}" for name in self.before(i))
                     found.append(
-                        f"{node['op']!r} layer {node['name']!r} orders equal numbers"
+                        f"{node.op!r} layer {node.name!r} orders equal numbers"
                         + f"; {names} converts the part before it" * bool(names)
                     )
                     break
@@ -254,12 +225,16 @@ class Exported:
         X = self.samples[int(np.argmax(np.nan_to_num(errors, nan=np.inf)))].inputs[0]
         return f"{self.inputs[0]} of shape {X.shape}, from {X.min():.3g} to {X.max():.3g}"
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The number of examples of each sample."""
+        axis = self.batch_axes.get(self.inputs[0], 0)
+        return [inputs[0].shape[axis] for inputs, _ in self.samples]
+
     def batch_axis(self, k: int) -> int:
         """The axis of output k that is the batch. 0 if no axis has the batch's size in all samples."""
-        name = self.inputs[0]
-        sizes = [X[0].shape[self.batch_axes.get(name, 0)] for X, _ in self.samples]
         shapes = [outputs[k].shape for _, outputs in self.samples]
-        return next((axis for axis, lengths in enumerate(zip(*shapes)) if [*lengths] == sizes), 0)
+        return next((axis for axis, lengths in enumerate(zip(*shapes)) if [*lengths] == self.batch_sizes), 0)
 
     def nearly_constant(self) -> list[str]:
         """The outputs that hardly depend on the inputs, so that comparing them says little."""
@@ -384,18 +359,17 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         if not Path(file).is_file():
             raise UsageError(None, file, "does not exist")
     try:
-        graph, names = _checked(json.loads(Path(symbol_file).read_text(encoding="utf-8")))
+        graph = read(symbol_file)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         why = str(error) if type(error) is ValueError else "it is damaged"
         raise UsageError(None, symbol_file, f"not the graph of a network ({why})") from None
-    graph = _ending_with(graph, names, outputs)
+    graph = graph.ending_with(outputs)
     try:
-        read = _without_losses(json.loads(as_symbol(graph).tojson()))
+        graph = graph.loaded().rewritten(without_losses).loaded()
     except (mx.MXNetError, ValueError) as error:
         advice = f"MXNet cannot load it ({last_line(error)}); --output NAME converts a part"
         raise UsageError(None, symbol_file, advice) from None
-    read["attrs"].update(is_np_shape=graph["attrs"].get("is_np_shape", ["int", 0]))
-    network = Exported(read, {}, [], [])
+    network = Exported(graph, {}, [], [])
     try:
         with network.np_shape():
             arrays = nd.load(str(params_file)) or {}
@@ -403,170 +377,48 @@ def _read(symbol_file: str | Path, params_file: str | Path, outputs: Sequence[st
         raise UsageError(None, params_file, f"not a file of parameters ({last_line(error)})") from None
     if not isinstance(arrays, dict):
         raise UsageError(None, params_file, "its arrays have no names; save them with HybridBlock.export")
-    for name, array in arrays.items():
+    for name in [*arrays]:
+        array = arrays.pop(name)  # memory does not hold a second copy of all arrays
         dtype = "float32" if np.dtype(array.dtype).name in FLOATS else array.dtype
         network.params[re.sub("^(arg|aux):", "", name)] = array.asnumpy().astype(dtype, copy=False)
-    nodes = read["nodes"]
-    for node in nodes:
-        attrs = node.get("attrs", {})
-        attrs.update({key: "float32" for key in ("dtype",) if attrs.get(key) in FLOATS})
-        attrs.pop("__dtype__", None)
-        if "batchnorm" in simple(node["op"]) and attrs.get("fix_gamma", "True") in TRUE:
-            gamma, *others = (nodes[i]["name"] for i, *_ in node["inputs"][1:])
+    for node in graph.nodes:
+        if node.attrs.get("dtype") in FLOATS:
+            node.attrs["dtype"] = "float32"
+        node.attrs.pop("__dtype__", None)
+        if "batchnorm" in node.kind and node.is_true("fix_gamma", "True"):
+            gamma, *others = (graph.nodes[i].name for i, _ in node.inputs[1:])
             if known := [network.params[name] for name in (gamma, *others) if name in network.params]:
                 network.params[gamma] = np.ones_like(known[0])  # MXNet ignores the file's value
-    inputs = {node["name"] for node in nodes if node["op"] == "null" and node["name"] not in network.params}
+    inputs = {node.name for node in graph.nodes if node.op == "null"} - network.params.keys()
     network.inputs = sorted(inputs, key=lambda name: (len(name), name))  # data0, data1, ..., data10
     return network
 
 
-def as_symbol(graph: Graph) -> mx.sym.Symbol:
-    """MXNet's symbol of a graph. Raises MXNetError."""
-    return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))  # MXNet cannot read \\u00e9
-
-
-def _checked(graph: Graph) -> tuple[Graph, list[list[str]]]:
-    """The graph, with only what MXNet needs, and the names of each node's outputs.
-
-    MXNet crashes if an index is wrong, or if nodes are not in order. Raises ValueError or another error of Python then.
-    """
-    nodes, names = list[dict[str, Any]](), list[list[str]]()
-
-    def entries(given: Sequence[Sequence[int]]) -> list[list[int]]:
-        known = ((i, k) for i, k, *_ in given if type(i) is type(k) is int and min(i, k) >= 0)
-        found = [[i, k, 0] for i, k in known if i < len(names) and k < len(names[i])]
-        if len(found) < len(given):
-            raise ValueError("it refers to a layer or an output that does not exist, or that comes later")
-        return found
-
-    for node in graph["nodes"]:
-        attrs = {**node.get("param", {}), **node.get("attr", {}), **node.get("attrs", {})}
-        if not all(isinstance(text, str) for text in (node["op"], node["name"], *attrs, *attrs.values())):
-            raise ValueError("a name or an attribute is not text")
-        nodes.append({"op": node["op"], "name": node["name"], "attrs": attrs, "inputs": entries(node["inputs"])})
-        if subgraphs := node.get("subgraphs"):
-            nodes[-1]["subgraphs"] = [subgraph for subgraph in subgraphs if _checked(subgraph)]
-        names.append(_output_names(nodes[-1]))
-    if not graph["heads"]:
-        raise ValueError("it has no outputs")
-    return {"nodes": nodes, "heads": entries(graph["heads"]), "attrs": dict(graph.get("attrs", {}))}, names
-
-
-def _is_quantized(op: str) -> bool:
-    return "quantize" in op or op.startswith("_sg_mkldnn")
-
-
-def _output_names(node: dict[str, Any]) -> list[str]:
-    """The names of a node's outputs, or one name if MXNet does not know the operator."""
-    name = node["name"]
-    if node["op"] == "null":
-        return [name]
-    if _is_quantized(node["op"]):  # with the smallest and the largest number
-        return [f"{name}_output", f"{name}_min", f"{name}_max"]
-    sources = [{"op": "null", "name": f"input {i}", "inputs": []} for i in range(len(node["inputs"]))]
-    alone = {**node, "inputs": [[i, 0, 0] for i in range(len(sources))]}
-    try:
-        known = attributes(node["op"])
-        alone["attrs"] = {key: value for key, value in node["attrs"].items() if key in known}
-        graph = {"nodes": [*sources, alone], "heads": [[len(sources), 0, 0]], "arg_nodes": [*range(len(sources))]}
-        names = as_symbol({**graph, "attrs": {"mxnet_version": ["int", 10901]}}).get_internals().list_outputs()
-        return [other for other in names if not other.startswith("input ")]
-    except mx.MXNetError:
-        return [f"{name}_output"]
-
-
-def _ending_with(graph: Graph, names: list[list[str]], outputs: Sequence[str]) -> Graph:
-    """The part of a graph that computes these outputs, which are names of outputs or of layers.
-
-    names: of each node's outputs.
-
-    Raises UsageError if there is no such output, or if MXNet does not know an operator of this part.
-    """
-    nodes, heads = graph["nodes"], [] if outputs else graph["heads"]
-    places = {name: [i, k, 0] for i, others in enumerate(names) for k, name in enumerate(others)}
-    for name in outputs:
-        found = [places[other] for other in (name, f"{name}_output", f"{name}_output0") if other in places]
-        if not found:
-            near = ", ".join(dict.fromkeys([*difflib.get_close_matches(name, places, 3, 0), names[-1][-1]]))
-            raise UsageError("output", name, f"no layer has this output; existing outputs include {near}")
-        heads.append(max(found))
-    needed = {i for i, *_ in heads}
-    for i in reversed(range(len(nodes))):
-        if i in needed:
-            needed.update(j for j, *_ in nodes[i]["inputs"])
-    moved = {i: k for k, i in enumerate(sorted(needed))}
-    for i in moved:
-        layer = "{op!r} layer {name!r}".format(**nodes[i])
-        if nodes[i]["op"] != "null" and not is_known(nodes[i]["op"]):
-            advice = f"is not in MXNet {mx.__version__}; --output NAME converts the part before it"
-            raise UsageError(None, layer, advice)
-        if _is_quantized(nodes[i]["op"]):
-            raise UsageError(None, layer, "is quantized; convert the network from which it was quantized")
-    kept = [{**nodes[i], "inputs": [[moved[j], *rest] for j, *rest in nodes[i]["inputs"]]} for i in moved]
-    return {
-        **graph,
-        "nodes": kept,
-        "heads": [[moved[i], *rest] for i, *rest in heads],
-        "arg_nodes": [k for k, node in enumerate(kept) if node["op"] == "null"],
-    }
-
-
-def _without_losses(graph: Graph) -> Graph:
-    """Replace the operators in REPLACED, so that labels are no longer inputs."""
-    nodes, moved = list[dict[str, Any]](), list[int]()  # moved: the new index of each node
-    for node in graph["nodes"]:
-        inputs = [[moved[i], output, *version] for i, output, *version in node["inputs"]]
-        if node["op"] in REPLACED:
-            attrs, first = node.get("attrs", {}), inputs[0]
-            ops, last = REPLACED[node["op"]], attrs if node["op"] == "_square_sum" else {}
-            if attrs.get("multi_output") in TRUE or attrs.get("preserve_shape") in TRUE:
-                ops, last = ("softmax",), {"axis": "-1" if attrs.get("preserve_shape") in TRUE else "1"}
-            for op in ops:
-                name = node["name"] if op == ops[-1] else f"{node['name']}_{op.lower()}"
-                nodes.append({"op": op, "name": name, "attrs": last if op == ops[-1] else {}, "inputs": [first]})
-                first = [len(nodes) - 1, 0, 0]
-            if ops[-1] == "reshape_like":
-                nodes[-1]["inputs"].append(inputs[0])  # the shape
-        else:
-            op = node["op"].replace("_contrib_SparseEmbedding", "Embedding")
-            nodes.append({**node, "op": op, "inputs": inputs})
-        moved.append(len(nodes) - 1)
-    heads, arguments = ([[moved[i], *rest] for i, *rest in graph["heads"]], [moved[i] for i in graph["arg_nodes"]])
-    graph = {"nodes": nodes, "heads": heads, "arg_nodes": arguments, "attrs": graph["attrs"]}
-    return json.loads(as_symbol(graph).tojson())  # without nodes that are no longer used
-
-
 def _integers(network: Exported, shapes: list[list[Shape]]) -> dict[str, tuple[int, int, str]]:
     """For each input that is used as indices or lengths: the smallest number, the largest one plus 1, and the type."""
-    nodes, found = network.graph["nodes"], dict[str, tuple[int, int, str]]()
+    nodes, found = network.graph.nodes, dict[str, tuple[int, int, str]]()
     for node in nodes:
-        attrs, inputs = node.get("attrs", {}), [shapes[i][output] for i, output, *_ in node["inputs"]]
-        positions = INDICES.get(simple(node["op"]), {})
-        if has_lengths(node):
+        inputs = [shapes[i][output] for i, output in node.inputs]
+        positions = INDICES.get(node.kind, {})
+        if node.has_lengths:
             positions = {len(inputs) - 1: "all"}
         for position, sizes in positions.items():
             if position >= len(inputs):  # no lengths
                 continue
-            dtype = "int32" if simple(node["op"]) == "softmax" else "float32"
-            if sizes in attrs:
-                count = int(attrs[sizes])
+            dtype = "int32" if node.kind == "softmax" else "float32"
+            if sizes in node.attrs:
+                count = int(node.attrs[sizes])
             else:
-                kind, default = attributes(node["op"]).get("axis", ("int", "0"))
-                axis = parse(kind, attrs.get("axis", default))
+                axis = node.value("axis") if "axis" in attributes(node.op) else 0
                 count = math.prod(inputs[0]) if axis is None or not inputs[0] else inputs[0][axis]
             low, high = {"length": (1, count + 1), "all": (count, count + 1)}.get(sizes, (0, count))
-            source = node["inputs"][position][0]
-            while simple(nodes[source]["op"]) in MOVES:
-                source = nodes[source]["inputs"][0][0]
-            name = nodes[source]["name"]
+            source = nodes[node.inputs[position][0]]
+            while source.kind in MOVES:
+                source = nodes[source.inputs[0][0]]
+            name = source.name
             least, other, _ = found.get(name, (0, high, ""))
             found[name] = max(low, least), min(high, other), dtype
     return found
-
-
-def has_lengths(node: dict[str, Any]) -> bool:
-    """Whether a node is a recurrent layer with the lengths of its sequences, which MXNet ignores on CPUs."""
-    return node["op"] == "RNN" and node.get("attrs", {}).get("use_sequence_length") in TRUE
 
 
 def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:

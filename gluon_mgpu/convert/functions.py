@@ -85,20 +85,6 @@ def correlation(x, y, kernel, displacement, stride, step, padding, multiply):
     return F.avg_pool2d(torch.stack(results, 1), kernel, stride)
 
 
-def box_iou(a, b, corners):
-    """The area that each of the boxes a has in common with each of the boxes b, divided by the area of their union.
-
-    Boxes are (x1, y1, x2, y2), or a center and a size.
-    """
-    a, b = a.reshape(a.shape[:-1] + (1,) * (b.dim() - 1) + (4,)), b
-    if not corners:
-        a, b = (torch.cat([z[..., :2] - z[..., 2:] / 2, z[..., :2] + z[..., 2:] / 2], -1) for z in (a, b))
-    sizes = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
-    common = sizes.clamp(min=0).prod(-1)
-    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - common
-    return torch.where(union > 0, common / union, 0).detach()
-
-
 @torch.no_grad()  # as in MXNet
 def box_decode(x, anchors, scales, largest, corners):
     """Boxes (x1, y1, x2, y2) from their differences to anchors, which are corners, or a center and a size."""

@@ -1,15 +1,15 @@
 """Compares how a network trains in MXNet and as a PyTorch module: which parameters train, and their gradients.
 
 Both sides get the same inputs and the same gradients of the outputs, in training mode but without dropout, and in
-float64 if MXNet can compute in it.
+float64 if MXNet can compute in it. Gradients are exchanged as files, one for each array.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,14 @@ import numpy as np
 from mxnet import autograd, nd
 
 from gluon_mgpu.convert.exported import Exported, as_arrays, as_float64, last_line
+from gluon_mgpu.convert.graph import Entry, GraphNode, in_float64
 
 EXAMPLES = 3  # batch normalization of 2 examples has nearly no gradient
 LARGEST = 2**26  # parameters; with more, float64 needs too much memory
 SMALLEST_IMAGE = 64
 # The largest relative error in float32: a unit of relu whose input is near 0 may be on its other side
 TOLERANCE = {"float64": 1e-4, "float32": 0.05}
+FLOOR = {"float64": 1e-6, "float32": 1e-2}  # a smaller gradient, relative to all, may be rounding
 
 
 class Differences(NamedTuple):
@@ -37,19 +39,19 @@ class Differences(NamedTuple):
 
 
 def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("float64", "float32")) -> None:
-    """Compute the gradients with MXNet, in the first of these types in which it can, and write what COMPARE needs into
-    the folder BASE.gradients: inputs and gradients of outputs, and 0.npy, 1.npy, ... for the parameters and inputs in
-    the order of index.json.
+    """Compute the gradients with MXNet, in the first of these types in which it can, and write what PyTorch needs into
+    the folder BASE.gradients: inputs.npz, with the gradients of the outputs, and mxnet.json.
 
     If it can in no type, outputs without a gradient, such as indices, are left out: in the type that leaves out fewer.
     """
-    network, inputs = _without_noise(network), _inputs(network)
+    network, inputs, folder = _without_noise(network), _inputs(network), Path(f"{base}.gradients")
     training = all(X.shape[network.batch_axes.get(name, 0)] > 1 for name, X in zip(network.inputs, inputs) if X.ndim)
-    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_deep, network.graph["nodes"])):
+    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_deep, network.graph.nodes)):
         dtypes = dtypes[-1:]
-    os.makedirs(f"{base}.gradients", exist_ok=True)
-    index: dict[str, Any] = {"training": training, "inputs": network.inputs}
-    outputs = [*range(len(network.graph["heads"]))]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings: dict[str, Any] = {"training": training}
+    outputs = [*range(len(network.graph.heads))]
     try:
         for dtype in dtypes:
             gradients = _Gradients(network, inputs, dtype, training)
@@ -62,25 +64,38 @@ def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("floa
             gradients, outputs = _Gradients(network, inputs, dtype, training), parts[dtype]
             if not outputs or gradients.compute(outputs):
                 raise reason
-            index["reason"] = last_line(reason)
-        gradients.save(f"{base}.gradients", outputs)
-        index |= {"dtype": dtype, "order": gradients.names}
+            settings["reason"] = last_line(reason)
+        gradients.save(folder, outputs)
+        settings |= {"dtype": dtype, "order": gradients.names, "outputs": outputs}
     except Exception as failure:  # MXNet raises several types
-        index["failure"] = last_line(failure)
-    Path(f"{base}.gradients", "index.json").write_text(json.dumps(index), encoding="utf-8")
+        settings["failure"] = last_line(failure)
+    (folder / "mxnet.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def failed(base: str) -> bool:
     """Whether MXNet or PyTorch could compute no gradients."""
-    return "failure" in json.loads(Path(f"{base}.gradients", "index.json").read_text(encoding="utf-8"))
+    return "failure" in _results(Path(f"{base}.gradients"))
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """What both sides say: see `write_reference` and pytorch_process.py."""
+    files = (folder / "mxnet.json", folder / "pytorch.json")
+    return dict(pair for file in files if file.exists() for pair in json.loads(file.read_text("utf-8")).items())
 
 
 def differences(network: Exported, base: str, tolerance: float) -> Differences:
-    """What differs in the module that was written, after COMPARE has run."""
-    found = json.loads(Path(f"{base}.gradients", "index.json").read_text(encoding="utf-8"))
+    """What differs in the module that was written, after PyTorch has computed its gradients."""
+    from safetensors import safe_open
+
+    folder = Path(f"{base}.gradients")
+    found = _results(folder)
     if "failure" in found:
         return Differences([], False, f"gradients were not compared ({found['failure']})")
-    here, there, errors = trained(network), {*found["trained"]}, found["errors"]
+    with safe_open(f"{base}.safetensors", "np") as file:
+        names = file.metadata() or {}
+    keys = {key: names.get(key, key) for key in found["trained"]}
+    here, there = network.trained, {name.partition("[")[0] for name in keys.values()}
+    errors = _errors(folder, found, {**keys, **{f"input {k}": name for k, name in enumerate(network.inputs)}})
     words = [f"MXNet trains {name!r}, PyTorch does not" for name in sorted(here - there) if errors[name]]
     words += [f"PyTorch trains {name!r}, MXNet does not" for name in sorted(there - here)]
     limit = max(tolerance, TOLERANCE[found["dtype"]])
@@ -91,88 +106,52 @@ def differences(network: Exported, base: str, tolerance: float) -> Differences:
     }
     tolerable = not words and all(map(math.isfinite, larger.values()))
     words += [f"the gradient of {name!r} differs by {error:.2g} (relative)" for name, error in larger.items()]
-    names = ", ".join(repr(network.outputs[k]) for k in found["uncompared"])
-    return Differences(words, tolerable, f"gradients of {names} were not compared ({found['reason']})" if names else "")
+    left_out = ", ".join(repr(network.outputs[k]) for k in found["differentiable"] if k not in found["outputs"])
+    return Differences(
+        words, tolerable, f"gradients of {left_out} were not compared ({found['reason']})" if left_out else ""
+    )
 
 
-# Compares the gradients of `net` with those of `write_reference`
-COMPARE = r'''
-import json
-from safetensors import safe_open
-from torch.nn import functional as F
-
-
-def compare(folder, reference):
-    """For each parameter, the relative error of its gradient; and those that train."""
-    dtype = getattr(torch, reference["dtype"])
-    if dtype == torch.float64:  # the module's float32 stands for any type
-        torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
-        torch.set_default_dtype(dtype)
-    net.to(dtype).train(reference["training"])
-    F.dropout, F.rrelu = lambda x, *_, **__: x, lambda x, low, high, *_: F.leaky_relu(x, (low + high) / 2)
-    for module in net.modules():
-        if isinstance(module, torch.nn.RNNBase):
-            module.dropout = 0.0
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    with np.load(folder + "/inputs.npz") as arrays:
-        inputs = [torch.from_numpy(arrays[f"inputs {k}"]) for k in range(len(reference["inputs"]))]
-        heads = {int(name.split()[1]): torch.from_numpy(arrays[name]) for name in arrays if name.startswith("heads")}
-    for x in inputs:
-        x.requires_grad_(x.is_floating_point())
-    outputs = net(*inputs)
-    outputs = {k: y for k, y in enumerate(outputs if isinstance(outputs, tuple) else [outputs]) if y.requires_grad}
-    if pairs := [(y, heads[k]) for k, y in outputs.items() if k in heads]:
-        torch.autograd.backward(*zip(*pairs))
-    variables = {key: array for key, array in net.named_parameters(remove_duplicate=False) if array.requires_grad}
-    with safe_open(base + ".safetensors", "np") as file:
-        names = {key: name for key, name in (file.metadata() or {}).items() if key in variables}
-    parts = {name: [(0, x)] for name, x in zip(reference["inputs"], inputs)}
-    for key, name in names.items():  # name[start:end] is a part of an array
+def _errors(folder: Path, found: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:
+    """The relative error of each gradient of MXNet's. keys: for each of PyTorch's gradients, MXNet's array, or a part
+    of one, such as rnn_parameters[0:64]."""
+    parts: dict[str, list[tuple[int, Path]]] = {}
+    for key, name in keys.items():
         name, _, place = name.partition("[")
-        parts.setdefault(name, []).append((int(place.partition(":")[0] or 0), variables[key]))
-    known = {id(variables[key]) for key in names}
-    unnamed = [key for key, array in variables.items() if id(array) not in known]
-    found, floor = {}, 1e-6 if dtype == torch.float64 else 1e-2
-    for k, name in enumerate(reference["order"]):
-        expected = np.load(f"{folder}/{k}.npy", mmap_mode="r").ravel()
-        gradient = np.zeros(expected.shape)
-        for start, array in parts.get(name, []):
-            if array.grad is not None:
-                gradient[start : start + array.numel()] += array.grad.numpy().ravel()
-        both = np.isfinite(gradient) | np.isfinite(expected)  # the others are not finite on either side
-        difference, norm = np.linalg.norm((gradient - expected)[both]), np.linalg.norm(expected[both])
-        found[name] = difference, max(norm, np.linalg.norm(gradient[both])), expected.size
-    floor *= (sum(norm**2 for _, norm, _ in found.values()) / max(sum(size for *_, size in found.values()), 1)) ** 0.5
-    errors = {
-        name: float(difference / max(norm + floor * size**0.5, 1e-300))
-        for name, (difference, norm, size) in found.items()
+        parts.setdefault(name, []).append((int(place.partition(":")[0] or 0), folder / f"{key}.npy"))
+    measured = {
+        name: _measured(folder / f"mxnet {k}.npy", parts.get(name, [])) for k, name in enumerate(found["order"])
     }
-    there = [name.partition("[")[0] for name in names.values()] + unnamed
-    return {"trained": there, "errors": errors, "uncompared": [k for k in outputs if k not in heads]}
+    total, count = sum(one.norm**2 for one in measured.values()), sum(one.size for one in measured.values())
+    floor = FLOOR[found["dtype"]] * math.sqrt(total / max(count, 1))
+    return {
+        name: one.difference / max(one.norm + floor * math.sqrt(one.size), 1e-300) for name, one in measured.items()
+    }
 
 
-folder = base + ".gradients"
-with open(folder + "/index.json") as file:
-    reference = json.load(file)
-if "failure" not in reference:
-    try:
-        reference |= compare(folder, reference)
-    except Exception as error:
-        reference["failure"] = str(error).strip().partition("\n")[0]
-    with open(folder + "/index.json", "w") as file:
-        json.dump(reference, file)
-'''
+class _Measured(NamedTuple):
+    difference: float
+    norm: float  # the larger one of both sides
+    size: int
 
 
-def trained(network: Exported) -> set[str]:
-    """The parameters that MXNet trains."""
-    return {*network.symbol.list_arguments()} & network.params.keys() - network.constants - network.frozen
+def _measured(file: Path, parts: list[tuple[int, Path]]) -> _Measured:
+    """Compare MXNet's gradient with PyTorch's, whose parts are in files. A part without a file is zero."""
+    expected = np.load(file).ravel()
+    gradient = np.zeros_like(expected)
+    for start, part in parts:
+        if part.exists():
+            array = np.load(part).ravel()
+            gradient[start : start + array.size] += array
+    outside = ~(np.isfinite(gradient) | np.isfinite(expected))  # they are not finite on either side
+    gradient[outside] = expected[outside] = 0
+    norms = [float(np.linalg.norm(array)) for array in (expected, gradient)]
+    return _Measured(float(np.linalg.norm(gradient - expected)), max(norms), expected.size)
 
 
-def _is_deep(node: dict[str, Any]) -> bool:
+def _is_deep(node: GraphNode) -> bool:
     """Whether a node has several recurrent layers. MXNet 1.9.1's float64 gradients of these were seen to be wrong."""
-    return node["op"] == "RNN" and int(node.get("attrs", {}).get("num_layers", "1")) > 1
+    return node.op == "RNN" and node.value("num_layers") > 1
 
 
 def _without_noise(network: Exported) -> Exported:
@@ -180,34 +159,25 @@ def _without_noise(network: Exported) -> Exported:
 
     PReLU becomes several steps, because after some layers, MXNet 1.9.1 multiplies its gradient by the slope.
     """
-    nodes, moved = list[dict[str, Any]](), list[int]()
-
-    def add(op: str, inputs: list[list[int]], name: str, **attrs: str) -> list[int]:
-        nodes.append({"op": op, "name": name, "attrs": attrs, "inputs": inputs})
-        return [len(nodes) - 1, 0, 0]
-
     shapes = network.shapes(X.shape for X in network.samples[0].inputs)
-    for node in network.graph["nodes"]:
-        inputs, attrs = [[moved[i], *rest] for i, *rest in node["inputs"]], node.get("attrs", {})
-        kind, name = attrs.get("act_type"), node["name"]
-        if node["op"] == "LeakyReLU" and kind == "prelu":
-            positive = add("relu", inputs[:1], f"{name} positive")
-            negative = add("relu", [add("negative", inputs[:1], f"{name} minus")], f"{name} negative")
-            source, output, *_ = node["inputs"][0]
-            shape = (1, -1, *[1] * (len(shapes[source][output]) - 2))
-            slopes = add("Reshape", inputs[1:], f"{name} slopes", shape=str(shape))
-            scaled = add("broadcast_mul", [negative, slopes], f"{name} scaled")
-            add("elemwise_sub", [positive, scaled], name)
-        elif node["op"] == "LeakyReLU" and kind == "rrelu":
-            slope = (float(attrs.get("lower_bound", 0.125)) + float(attrs.get("upper_bound", 0.334))) / 2
-            add("LeakyReLU", inputs, name, act_type="leaky", slope=repr(slope))
-        elif node["op"] in ("Dropout", "RNN"):
-            nodes.append({**node, "attrs": {**attrs, "p": "0"}, "inputs": inputs})
-        else:
-            nodes.append({**node, "inputs": inputs})
-        moved.append(len(nodes) - 1)
-    graph = {**network.graph, "nodes": nodes, "arg_nodes": [k for k, node in enumerate(nodes) if node["op"] == "null"]}
-    return replace(network, graph={**graph, "heads": [[moved[i], *rest] for i, *rest in network.graph["heads"]]})
+
+    def rule(i: int, node: GraphNode, add: Callable[[GraphNode], Entry]) -> None:
+        kind, name, given = node.attrs.get("act_type"), node.name, node.inputs[:1]
+        if node.op == "LeakyReLU" and kind == "prelu":
+            positive = add(GraphNode("relu", f"{name} positive", {}, given))
+            negative = add(GraphNode("negative", f"{name} minus", {}, given))
+            negative = add(GraphNode("relu", f"{name} negative", {}, [negative]))
+            shape = (1, -1, *[1] * (len(shapes[i][0]) - 2))
+            slopes = add(GraphNode("Reshape", f"{name} slopes", {"shape": str(shape)}, node.inputs[1:]))
+            scaled = add(GraphNode("broadcast_mul", f"{name} scaled", {}, [negative, slopes]))
+            add(GraphNode("elemwise_sub", name, {}, [positive, scaled]))
+        elif node.op == "LeakyReLU" and kind == "rrelu":
+            slope = (node.value("lower_bound") + node.value("upper_bound")) / 2
+            add(GraphNode("LeakyReLU", name, {"act_type": "leaky", "slope": repr(slope)}, given))
+        elif node.op in ("Dropout", "RNN"):
+            add(replace(node, attrs={**node.attrs, "p": "0"}))
+
+    return replace(network, graph=network.graph.rewritten(rule))
 
 
 def _inputs(network: Exported) -> list[np.ndarray]:
@@ -240,21 +210,20 @@ class _Gradients:
     def __init__(self, network: Exported, inputs: list[np.ndarray], dtype: str, training: bool) -> None:
         convert = as_float64 if dtype == "float64" else np.asarray
         if dtype == "float64":
-            network = replace(network, graph=network.graph_in_float64())
+            network = replace(network, graph=network.graph.rewritten(in_float64))
         self.network, self.inputs, self.training = network, [convert(X) for X in inputs], training
         self.outputs = [*network.symbol]
         random, sizes = np.random.default_rng(0), network.shapes(X.shape for X in inputs)
-        places = [(i, output) for i, output, *_ in network.graph["heads"]]
-        self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in places]
+        self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
-        self.names = [*sorted(trained(network)), *varying]
+        self.names = [*sorted(network.trained), *varying]
         with network.np_shape():
             self.values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
             self.values |= zip(network.inputs, as_arrays(self.inputs))
 
     def compute(self, outputs: list[int]) -> Exception | None:
         """Compute the gradients of these outputs. Returns the failure if there are none."""
-        symbol = mx.sym.Group([self.outputs[k] for k in outputs])
+        symbol = mx.sym.Group([mx.sym.identity(self.outputs[k]) for k in outputs])  # one may be a parameter
         try:
             with self.network.np_shape():
                 for name in self.names:
@@ -272,8 +241,8 @@ class _Gradients:
         """The outputs that have gradients."""
         return [k for k in range(len(self.outputs)) if not self.compute([k])]
 
-    def save(self, folder: str, outputs: list[int]) -> None:
+    def save(self, folder: Path, outputs: list[int]) -> None:
         for k, name in enumerate(self.names):
-            np.save(f"{folder}/{k}.npy", self.values[name].grad.asnumpy())
-        arrays = {f"inputs {k}": X for k, X in enumerate(self.inputs)} | {f"heads {k}": self.heads[k] for k in outputs}
-        np.savez(f"{folder}/inputs.npz", **arrays)
+            np.save(folder / f"mxnet {k}.npy", self.values[name].grad.asnumpy())
+        arrays = {f"input {k}": X for k, X in enumerate(self.inputs)} | {f"head {k}": self.heads[k] for k in outputs}
+        np.savez(folder / "inputs.npz", **arrays)

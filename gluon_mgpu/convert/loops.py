@@ -6,65 +6,29 @@ next one is carried; its other inputs are the same for all time steps, or elemen
 
 from __future__ import annotations
 
-import heapq
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Union
+from dataclasses import replace
+from typing import Any
 
-from gluon_mgpu.convert.blocks import (
-    NUMBER,
+from gluon_mgpu.convert.graph import Entry
+from gluon_mgpu.convert.statements import (
+    Carried,
     Class,
-    Entry,
-    Layer,
+    Elements,
+    Input,
+    Loop,
     Operand,
     Parameter,
     Statement,
+    call_of,
+    class_name,
+    common_path,
     define,
-    identifier,
+    form,
     layers_of,
 )
 
 LEAST = 3  # time steps
-
-
-class Carried(NamedTuple):
-    """An input that is an output of the time step before. first: the input of the first time step."""
-
-    first: Operand
-    output: int
-
-
-class Elements(NamedTuple):
-    """An input for each time step."""
-
-    operands: tuple[Operand, ...]
-
-
-Input = Union[Operand, Carried, Elements]  # an operand that is the same for all time steps
-
-
-@dataclass
-class Loop(Statement):
-    """Statements for each time step, or a call of their class; in its code, _0_ is the first of `inputs`."""
-
-    count: int = 0
-    body: list[Statement] = field(default_factory=list)  # of the first time step
-    inputs: list[Input] = field(default_factory=list)
-    places: list[Entry] = field(default_factory=list)  # what the body of the first time step calls the inputs
-    results: list[tuple[Entry, ...]] = field(default_factory=list)  # for each output, its entry at each time step
-
-    is_loop = True
-
-    def layers(self) -> list[Layer]:
-        return [self.layer] if self.layer else layers_of(self.body)
-
-    def names(self) -> list[str]:
-        """Names for the inputs inside the loop."""
-        kinds = [{Carried: "state", Elements: "x"}.get(type(given), "other") for given in self.inputs]
-        return [f"{kind}{kinds[:k].count(kind) + 1}" if kind in kinds[:k] else kind for k, kind in enumerate(kinds)]
-
-
 Slots = list[list[int]]  # for each step of the body, its index at each time step
 
 
@@ -198,82 +162,70 @@ class _Finder:
         """The step that computes a value, or -1."""
         return -1 if isinstance(operand, Parameter) else self.makers.get(operand, -1)
 
+    def _columns(self, slot: list[int]) -> list[tuple[Operand, ...]]:
+        """For each operand of a slot's steps, its value at each time step."""
+        return [*zip(*(self.steps[at].operands for at in slot))]
+
     def _loop(self, slots: Slots) -> Loop | None:
         """The loop, unless it would be in a circle with other steps."""
         slots = sorted(slots, key=lambda slot: slot[-1])
-        times = range(len(slots[0]))
-        outputs = [
-            tuple(self.steps[at].outputs[k] for at in slot)
-            for slot in slots
-            for k in range(len(self.steps[slot[0]].outputs))
+        members, times = {at for slot in slots for at in slot}, [{*steps} for steps in zip(*slots)]
+        outputs = [column for slot in slots for column in zip(*(self.steps[at].outputs for at in slot))]
+        inside: list[dict[Operand, int]] = [
+            {column[t]: k for k, column in enumerate(outputs)} for t in range(len(times))
         ]
-        inside: list[dict[Operand, int]] = [{column[t]: k for k, column in enumerate(outputs)} for t in times]
-        columns = dict[tuple[Operand, ...], Entry]()
-        for slot in slots:
-            for place in range(len(self.steps[slot[0]].operands)):
-                column = tuple(self.steps[at].operands[place] for at in slot)
-                inner = {inside[t].get(operand) for t, operand in enumerate(column)}
-                if len(inner) > 1 or any(isinstance(x, Parameter) for x in column) and len({*column}) > 1:
-                    return None
-                if inner == {None} and not isinstance(column[0], Parameter):
-                    columns.setdefault(column, (-1, len(columns)))
-        members = {at for slot in slots for at in slot}
-        used = [
-            k
-            for k, column in enumerate(outputs)
-            if any(
-                user not in {slot[t] for slot in slots} for t, e in enumerate(column) for user in self.uses.get(e, [])
-            )
+        places = dict[tuple[Operand, ...], Entry]()  # of the body's inputs, by their values
+        for column in (column for slot in slots for column in self._columns(slot)):
+            inner = {known.get(operand) for known, operand in zip(inside, column)}
+            if len(inner) > 1 or any(isinstance(x, Parameter) for x in column) and len({*column}) > 1:
+                return None
+            if inner == {None} and not isinstance(column[0], Parameter):
+                places.setdefault(column, (-1, len(places)))
+        results = [
+            column
+            for column in outputs
+            if any({*self.uses.get(entry, [])} - steps for entry, steps in zip(column, times))
         ]
-        results = [outputs[k] for k in used]
-        inputs = list[Input]()
-        for column in columns:
+        inputs = dict[Entry, Input]()
+        for column, place in places.items():
             before = next((j for j, result in enumerate(results) if column[1:] == result[:-1]), None)
             if before is not None:
-                inputs.append(Carried(column[0], before))
+                inputs[place] = Carried(column[0], before)
             else:
-                inputs.append(column[0] if len({*column}) == 1 else Elements(column))
+                inputs[place] = column[0] if len({*column}) == 1 else Elements(column)
         body = list[Statement]()
         for slot in slots:
             step = self.steps[slot[0]]
-            moved = [
-                columns.get(tuple(self.steps[at].operands[place] for at in slot), operand)
-                for place, operand in enumerate(step.operands)
-            ]
-            body.append(Statement(step.name, step.code, moved, step.outputs, step.layer, step.nested))
-        external = [operand for column in columns for operand in column if self._maker(operand) not in members]
+            operands = [places.get(column, column[0]) for column in self._columns(slot)]
+            body.append(replace(step, operands=operands))
+        external = [operand for column in places for operand in column if self._maker(operand) not in members]
         loop = Loop(
             *(body[-1].name, "", external, [entry for result in results for entry in result]),
             count=len(times),
             body=body,
             inputs=inputs,
-            places=[*columns.values()],
             results=results,
         )
         return loop if results and len(body) * len(times) > 4 and self._replace(members, loop) else None
 
     def _replace(self, members: set[int], loop: Loop) -> bool:
-        """Replace steps by the loop, and sort the steps. Returns whether this is possible."""
-        first = min(members)
-        steps = {at: step for at, step in enumerate(self.steps) if at not in members} | {first: loop}
-        makers = {entry: at for at, step in steps.items() for entry in step.outputs}
-        needs = {at: {makers[x] for x in step.entries() if x in makers} - {at} for at, step in steps.items()}
-        users: dict[int, list[int]] = {}
-        for at, sources in needs.items():
-            for source in sources:
-                users.setdefault(source, []).append(at)
-        ready, ordered = [at for at, sources in needs.items() if not sources], list[Statement]()
-        heapq.heapify(ready)
-        while ready:
-            at = heapq.heappop(ready)
-            ordered.append(steps[at])
-            for user in users.get(at, []):
-                needs[user].discard(at)
-                if not needs[user]:
-                    heapq.heappush(ready, user)
-        if len(ordered) < len(steps):
+        """Replace steps by the loop, after the steps that it needs. Returns False if one of these needs a member."""
+        needed, depends = set[int](), {*members}
+        pending = [source for at in members for source in self._sources(at) - members]
+        while pending:
+            at = pending.pop()
+            if at not in needed:
+                needed.add(at)
+                pending += self._sources(at)
+        for at in range(len(self.steps)):
+            if self._sources(at) & depends:
+                depends.add(at)
+        if needed & depends:
             return False
-        self.network.steps = ordered
+        first = min(members)
+        before = [step for at, step in enumerate(self.steps) if at < first or at in needed]
+        after = [step for at, step in enumerate(self.steps) if at > first and at not in needed | members]
+        self.network.steps = [*before, loop, *after]
         return True
 
 
@@ -283,37 +235,28 @@ def roll(network: Class, taken: set[str]) -> list[Class]:
         pass
     alike: dict[Any, list[Loop]] = {}
     loops = [step for step in network.steps if isinstance(step, Loop)]
-    others = layers_of(step for step in network.steps if not step.is_loop)
+    others = layers_of(step for step in network.statements() if not isinstance(step, Loop))
     for loop in loops:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)
         if len(layers) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
-            alike.setdefault(_form(loop), []).append(loop)
+            kinds = tuple(
+                type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs.values()
+            )
+            described = form(loop.body, loop.inputs, [result[0] for result in loop.results])
+            alike.setdefault((kinds, described), []).append(loop)
     return [_outline(group, taken) for group in alike.values()]
-
-
-def _form(loop: Loop) -> tuple[Any, ...]:
-    """What loops have in common that call the same class."""
-    places: dict[Any, Any] = {entry: (-1, k) for k, entry in enumerate(loop.places)}
-    places |= {layer: k for k, layer in enumerate(layers_of(loop.body))}
-    form = list[Any]([tuple(type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs)])
-    for at, step in enumerate(loop.body):
-        operands = [places[x.layer] if isinstance(x, Parameter) else places[x] for x in step.operands]
-        used = [(places[x], NUMBER.sub("0", x.code), x.evaluated, x.frozen) for x in step.layers()]
-        form.append((step.code, *operands, *used))
-        places |= {entry: (at, k) for k, entry in enumerate(step.outputs)}
-    return (*form, *(places[result[0]] for result in loop.results))
 
 
 def _outline(loops: list[Loop], taken: set[str]) -> Class:
     """Create a class, and let the loops call its instances."""
-    first, count = loops[0], sum(bool(re.fullmatch(r"Cell\d*", name)) for name in taken)
-    kind = identifier(f"Cell{count + 1}" if count else "Cell", taken)
-    inputs = dict(zip(first.places, first.names()))
+    first, bodies = loops[0], [loop.body for loop in loops]
+    inputs = dict(zip(first.inputs, first.names()))
     results: list[Operand] = [result[0] for result in first.results]
-    code, layers = define(kind, [loop.body for loop in loops], inputs, results)
+    paths = [common_path(layers_of(body)) for body in bodies]
+    code, layers = define(class_name("Cell", taken), bodies, inputs, results, paths)
     for loop, layer in zip(loops, layers):
         layer.name = layer.name or "cell"
         loop.layer, loop.name = layer, layer.name
-        loop.code = f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
+        loop.code = call_of(inputs)
     return code

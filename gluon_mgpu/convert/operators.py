@@ -503,9 +503,10 @@ def squeeze(node: Node, x: str) -> str:
 
 
 def repeat(node: Node, x: str) -> str:
-    axis = node["axis"]
-    source = x if axis is not None else f"{x}.flatten()"
-    return call(f"{source}.repeat_interleave", node["repeats"], 0 if axis is None else axis)
+    if node["axis"] is None:
+        return call(f"{x}.flatten().repeat_interleave", node["repeats"], 0)
+    axis = node["axis"] % node.rank  # ONNX Runtime repeats another axis if it counts from the end
+    return call(f"{x}.repeat_interleave", node["repeats"], axis)
 
 
 def expand(node: Node, x: str, *like: str) -> str:
@@ -755,18 +756,6 @@ def einsum(node: Node, *inputs: str) -> str:
     return call("torch.einsum", repr(subscripts), *inputs)
 
 
-def syrk(node: Node, a: str) -> str:
-    flipped = f"{a}.transpose(-2, -1)"
-    return f"{node['alpha']!r} * ({f'{flipped} @ {a}' if node['transpose'] else f'{a} @ {flipped}'})"
-
-
-def solve_triangular(node: Node, a: str, b: str) -> str:
-    flipped, alpha = node["transpose"], node["alpha"]
-    source = b if alpha == 1 else f"{alpha!r} * {b}"
-    sides = {"upper": node["lower"] == flipped, "left": _unless(True, not node["rightside"])}
-    return call("torch.linalg.solve_triangular", f"{a}.transpose(-2, -1)" if flipped else a, source, **sides)
-
-
 def deformable(node: Node, x: str, offset: str, *others: str) -> str:
     mask, weights = (others[0], others[1:]) if node.kind.startswith("modulated") else ("None", others)
     node.read |= {"kernel", "layout", "im2col_step"}
@@ -843,7 +832,6 @@ RULES: dict[str, Rule] = {
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
-    **{"box_iou": lambda node, a, b: call("box_iou", a, b, node["format"] == "corner")},
     **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
     "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
     **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
@@ -858,8 +846,7 @@ RULES: dict[str, Rule] = {
     **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
     **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})"},
     **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
-    **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)", "linalg_trsm": solve_triangular},
-    "linalg_syrk": syrk,
+    **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)"},
     **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",

@@ -182,13 +182,34 @@ def test_gamma_that_mxnet_ignores_may_be_missing(tmp_path):
     assert given.inputs == ["data"] and given.params["norm_gamma"].tolist() == [1] * 6
 
 
+@pytest.mark.parametrize("to", [PYTORCH, ONNX])
+def test_parameters_and_constants_can_be_outputs(to, tmp_path):
+    weight, fixed = s.var("weight", shape=(3, 6)), s.var("fixed", shape=(2, 3), init="Constant_fixed")
+    anchors = s.contrib.MultiBoxPrior(s.reshape(X, (-1, 1, 2, 3)), sizes=(0.5,))
+    x = s.Group([s.FullyConnected(X, weight=weight, num_hidden=3, no_bias=True, name="fc"), weight, fixed, anchors])
+    given = convert.from_files(*files(tmp_path, x), (6,))
+    convert.save(given, to, str(tmp_path / "net"))
+    if to == "pytorch":
+        found = runpy.run_path(str(tmp_path / "net.py"))["Net"]()
+        assert {name for name, _ in found.named_parameters()} == {"fc.weight"}
+
+
 BOXES = s.contrib.box_nms(s.concat(X, X * 2, dim=1, name="all_boxes"), name="nms")
+ANCHORS = s.contrib.MultiBoxPrior(X, sizes=(0.5,), name="anchors")
+SCORES = s.softmax(s.reshape(s.slice_axis(X, axis=1, begin=0, end=2), (0, 2, -1)), axis=1, name="scores")
+SHIFTS = s.flatten(s.slice_axis(X, axis=1, begin=2, end=6), name="shifts")
+DETECTOR = s.contrib.MultiBoxDetection(SCORES, SHIFTS, ANCHORS, name="nms")
 QUANTIZED = s.contrib.quantize_v2(s.relu(X), min_calib_range=0, max_calib_range=1, name="small")[0]
 # {what is wrong: a network, the shape of its input with a batch, and words of the one line that says it}
 WRONG = {
     "a batch of 2": (s.concat(X, s.zeros((2, 3)), dim=1), (2, 4), ["a batch of 2"]),
     "quantized": (QUANTIZED, (2, 4), ["small", "quantized"]),
     "boxes": (s.slice_axis(BOXES, axis=1, begin=0, end=3), (2, 5, 6), ["nms", "--output all_boxes converts"]),
+    "anchors and boxes": (
+        s.slice_axis(DETECTOR, axis=1, begin=0, end=3),
+        (2, 6, 4, 4),
+        ["nms", "--output scores --output shifts --output anchors converts"],
+    ),
     "ties": (s.topk(s.relu(X, name="before"), k=8, name="best"), (2, 12), ["best", "equal numbers", "--output before"]),
 }
 
@@ -201,7 +222,8 @@ def test_a_message_names_the_layer_and_where_to_cut(what, tmp_path):
     with pytest.raises(Error) as error:
         convert.save(convert.from_files(symbol, params, shape[1:]), "pytorch", str(tmp_path / "net"))
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
-    assert "tolerance" not in str(error.value) and not (tmp_path / "net.py").exists()
+    assert not any(word in str(error.value) for word in ("tolerance", "MultiBoxPrior"))  # they would not help
+    assert not (tmp_path / "net.py").exists()
 
 
 @needs("pytorch")

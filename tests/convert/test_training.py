@@ -10,7 +10,8 @@ from mxnet import autograd, gluon
 from mxnet import symbol as s
 
 from gluon_mgpu import convert
-from gluon_mgpu.convert import exported, operators
+from gluon_mgpu.convert import operators
+from gluon_mgpu.convert.graph import in_float64
 from gluon_mgpu.support.errors import Error
 
 X = s.var("data")
@@ -159,7 +160,7 @@ def test_two_steps_of_sgd_give_mxnets_parameters_and_running_statistics(build, t
     random = np.random.default_rng(1)
     inputs = random.normal(0, 2, (2, 8, 6)).astype(np.float32)
     heads = [random.normal(0, 0.1, Y.shape).astype(np.float32) for Y in given.predict([inputs[0]])]
-    expected = mxnets(exported.as_symbol(given.graph_in_float64()), given, inputs, heads, FIXED.get(build, set()))
+    expected = mxnets(given.graph.rewritten(in_float64).symbol(), given, inputs, heads, FIXED.get(build, set()))
     found = pytorchs(tmp_path, inputs, heads)
     assert {name.partition("[")[0] for name, _ in found} == {*given.params}
     for name, array in found:
