@@ -36,7 +36,7 @@ from gluon_mgpu.support.params import FOLDER
     help="Write GRID.json and the picture GRID.png to this folder.",
 )
 def bench(grid: str, rounds: int, steps: int, only: tuple[str, ...], out: str | None) -> None:
-    result = grids.run(grid, rounds, steps, only)
+    result = grids.measure_grid(grid, rounds, steps, only)
     click.echo(grids.table(result))
     if out is not None:
         grids.write(out, result)

@@ -63,7 +63,7 @@ class Grid(NamedTuple):
     about: str
     points: list[Point]
     by: tuple[str, ...] = ("model", "batch_size")  # points with the same values of these fields share a table
-    compare: tuple[str, ...] = ()  # points, as text, to whose speed that of the others is compared; default: the first
+    baselines: tuple[str, ...] = ()  # points, as text, with whose speed others are compared; default: the first
 
 
 Rounds = dict[str, list]  # {what was measured: one value per round}
@@ -91,7 +91,7 @@ GRIDS = {
     "peers": Grid(
         "this project, the notebook's code and PyTorch",
         [*_peers()],
-        compare=("PyTorch, 2 workers", "fastest PyTorch", "notebook, 2 contexts"),
+        baselines=("PyTorch, 2 workers", "fastest PyTorch", "notebook, 2 contexts"),
     ),
     "scaling": Grid(
         "1 to 8 contexts, with the same batch and with the same shards",
@@ -121,7 +121,7 @@ GRIDS = {
             for size in (16, 64, 256, 512, 1024, 4096)
             for impl in ("highlevel", "PyTorch")
         ],
-        compare=("PyTorch",),
+        baselines=("PyTorch",),
     ),
 }
 
@@ -129,7 +129,7 @@ GRIDS = {
 # Measuring
 
 
-def run(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
+def measure_grid(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measure a grid's points. Returns the input of `table`, `draw` and `write`.
 
     Each round measures every point once, so results of the same round can be compared even if the machine's speed
@@ -151,8 +151,8 @@ def run(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[st
                 for what, value in measured.items():
                     result.setdefault(what, []).append(value)
                 log.say(f"{title(point)}: {measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})", "")
-    runs = [{**point._asdict(), **result} for point, result in zip(points, results)]
-    return {"grid": grid, "rounds": rounds, "machine": machine(), "runs": runs}
+    of_points = [{**point._asdict(), **result} for point, result in zip(points, results)]
+    return {"grid": grid, "rounds": rounds, "machine": machine(), "points": of_points}
 
 
 def title(point: Point) -> str:
@@ -206,19 +206,19 @@ def _mpiexec() -> str:
 
 
 def ratios(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> list[float]:
-    """For each round, the examples per second of `fast`, divided by those of `slow`. Both: entries of "runs"."""
+    """For each round, the examples per second of `fast`, divided by those of `slow`. Both: entries of "points"."""
     grown = fast["batch_size"] / slow["batch_size"]
     return [grown * a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 
 def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The runs of each table of a grid, {title: {name: run}}."""
+    """The points of each table of a grid, {title: {name: point}}."""
     by, found = GRIDS[result["grid"]].by, dict[str, dict[str, dict[str, Any]]]()
-    for run in result["runs"]:
-        parts = {"model": TITLE[run["model"]], "impl": run["impl"], "batch_size": f"batch {run['batch_size']}"}
-        name = str(Point(*(run[field] for field in Point._fields)))
+    for point in result["points"]:
+        parts = {"model": TITLE[point["model"]], "impl": point["impl"], "batch_size": f"batch {point['batch_size']}"}
+        name = str(Point(*(point[field] for field in Point._fields)))
         name += "" if "batch_size" in by else f", {parts['batch_size']}"
-        found.setdefault(", ".join(parts[field] for field in by), {})[name] = run
+        found.setdefault(", ".join(parts[field] for field in by), {})[name] = point
     return found
 
 
@@ -231,38 +231,38 @@ def spread(values: Sequence[float], digits: int) -> str:
 def table(result: Mapping[str, Any]) -> str:
     """Format the results. Speeds are compared in each round; the columns without a range are medians."""
     lines = [f"{GRIDS[result['grid']].about}; medians of {result['rounds']} rounds (min-max)", result["machine"]]
-    for title, runs in panels(result).items():
-        torch = {name: run for name, run in runs.items() if run["impl"].startswith("PyTorch")}
-        fastest = min(torch.values(), key=lambda run: median(run["step_ms"]), default=None)
-        compare = GRIDS[result["grid"]].compare or (next(iter(runs)),)
-        bases = {name: fastest if name == "fastest PyTorch" else runs.get(name) for name in compare}
+    for title, points in panels(result).items():
+        torch = {name: point for name, point in points.items() if point["impl"].startswith("PyTorch")}
+        fastest = min(torch.values(), key=lambda point: median(point["step_ms"]), default=None)
+        baselines = GRIDS[result["grid"]].baselines or (next(iter(points)),)
+        bases = {name: fastest if name == "fastest PyTorch" else points.get(name) for name in baselines}
         found = {f"x {name}": base for name, base in bases.items() if base}
-        others = [
-            *dict.fromkeys(what for run in runs.values() for what in run if what not in (*Point._fields, "step_ms"))
-        ]
+        measured = dict.fromkeys(what for point in points.values() for what in point)
+        others = [what for what in measured if what not in (*Point._fields, "step_ms")]
         rows = [[title, "ms/step", "examples/s", *found, *others]]
-        for name, run in runs.items():
-            rate = f"{1000 * run['batch_size'] / median(run['step_ms']):.0f}"
-            values = [f"{median(run[what]):.5g}" if what in run and None not in run[what] else "" for what in others]
-            rows.append([name, spread(run["step_ms"], 2), rate, *(spread(ratios(b, run), 2) for b in found.values())])
-            rows[-1] += values
+        for name, point in points.items():
+            rate = f"{1000 * point['batch_size'] / median(point['step_ms']):.0f}"
+            compared = [spread(ratios(base, point), 2) for base in found.values()]
+            rounds = [point.get(what, [None]) for what in others]
+            medians = ["" if None in values else f"{median(values):.5g}" for values in rounds]
+            rows.append([name, spread(point["step_ms"], 2), rate, *compared, *medians])
         lines += ["", *log.table(rows)]
     return "\n".join(lines)
 
 
 def draw(result: Mapping[str, Any], file: BinaryIO) -> None:
-    """Draw the examples per second of each run as PNG, with one panel per table. Lines: from minimum to maximum."""
+    """Draw the examples per second of each point as PNG, with one panel per table. Lines: from minimum to maximum."""
     from matplotlib.figure import Figure
 
-    heights = [len(runs) for runs in panels(result).values()]
+    heights = [len(points) for points in panels(result).values()]
     figure = Figure(figsize=(8, 0.9 * len(heights) + 0.42 * sum(heights)), layout="constrained")
     grid = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (title, runs) in zip(grid, panels(result).items()):
-        rates = [[1000 * run["batch_size"] / ms for ms in run["step_ms"]] for run in runs.values()]
+    for axes, (title, points) in zip(grid, panels(result).items()):
+        rates = [[1000 * point["batch_size"] / ms for ms in point["step_ms"]] for point in points.values()]
         middle = [median(rate) for rate in rates]
         ranges = [[m - min(rate) for m, rate in zip(middle, rates)], [max(rate) - m for m, rate in zip(middle, rates)]]
-        colors = [COLORS.get(run["impl"].split(",")[0], "tab:blue") for run in runs.values()]
-        bars = axes.barh([*runs], middle, xerr=ranges, color=colors)
+        colors = [COLORS.get(point["impl"].split(",")[0], "tab:blue") for point in points.values()]
+        bars = axes.barh([*points], middle, xerr=ranges, color=colors)
         axes.bar_label(bars, [f"{rate:.0f}" for rate in middle], padding=5)
         axes.invert_yaxis()
         axes.margins(x=0.12)

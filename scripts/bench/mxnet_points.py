@@ -41,8 +41,7 @@ def measure(point: Point, steps: int) -> dict[str, Any] | None:
 def create(point: Point) -> Any:
     """Create a lesson's model on its devices, with the parameters of `timing.initial`."""
     from gluon_mgpu.training.config import Config
-    from gluon_mgpu.training.model import read_arrays
-    from gluon_mgpu.training.models import create_model
+    from gluon_mgpu.training.models import create_model, read_arrays
 
     config = Config(batch_size=point.batch_size, model=point.model, tune=point.impl == TUNED)
     ctx = devices.contexts(point.contexts, point.device or "cpu")

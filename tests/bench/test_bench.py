@@ -20,7 +20,7 @@ from gluon_mgpu import highlevel
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 
 TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 
@@ -52,7 +52,7 @@ def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(m
     times = zip(grids.GRIDS["partition"].points, [[60, 30], [20, 5], *[[9, 9]] * 3])
     found = {point: iter(ms) for point, ms in times}
     monkeypatch.setattr(grids, "measure", lambda point, steps, folder: {"step_ms": next(found[point]), "loss": None})
-    result = grids.run("partition", rounds=2, steps=1)
+    result = grids.measure_grid("partition", rounds=2, steps=1)
     row = grids.table(result).splitlines()[5]
     assert [*filter(None, map(str.strip, row.split("  ")))] == [
         *("network partitioning, 2 contexts", "12.50 (5.00-20.00)", "20480", "4.50 (3.00-6.00)")
@@ -60,10 +60,10 @@ def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(m
     grids.draw(result, file := io.BytesIO())
     assert file.getvalue().startswith(b"\x89PNG")
     found[Point("data parallelism", contexts=1)] = iter([4])
-    [only] = grids.run("partition", 1, 1, only=["data parallelism, 1 thread"])["runs"]
+    [only] = grids.measure_grid("partition", 1, 1, only=["data parallelism, 1 thread"])["points"]
     assert only["step_ms"] == [4]
     with pytest.raises(UsageError):
-        grids.run("partition", 1, 1, only=["nothing"])
+        grids.measure_grid("partition", 1, 1, only=["nothing"])
     half = {"batch_size": 128, "step_ms": [60, 30]}
     assert grids.ratios({**half, "batch_size": 256}, half) == [0.5, 0.5]
 
