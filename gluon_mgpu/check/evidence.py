@@ -372,6 +372,10 @@ def errors_that_scatter(e: Evidence) -> str:
     error, name = e.terms.largest_error
     if error >= 0.02:
         return ""
+    if error < 1e-4 and e.sides.precision == "float64":
+        advice = "no rounding is as small, but an optimizer like Adam hides factors: look for scaling, or for clipping "
+        advice += "by another norm"
+        return f"{e.update} differs from that of one {e.unit}, by {error:.1g} for {name}; {advice}{e.beginning}"
     advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
     advice += "keep float32 until the sum is complete"
     return f"{e.update} differs from that of one {e.unit}, by {error:.1g} for {name}; {advice}{e.beginning}"

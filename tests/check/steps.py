@@ -435,6 +435,47 @@ def sum_of_means(state, part):
     kept["mean"].copy_(mean)
 
 
+def with_params(rank, world):
+    net = mlp()
+    return net, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def functional(state, part):
+    net, params = state
+    grads = torch.func.grad(lambda params: loss_of(lambda x: torch.func.functional_call(net, params, x), part))(params)
+    for name, grad in grads.items():
+        dist.all_reduce(grad)
+        params[name] -= 0.1 / dist.get_world_size() * grad
+
+
+class Decaying(torch.optim.SGD):
+    """The weight decay of each process is summed."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad / dist.get_world_size() + 0.1 * p.detach()
+            dist.all_reduce(p.grad)
+        super().step()
+
+
+def climbing(state, part):
+    """Sharpness-aware minimization that climbs the gradient of the process."""
+    net, trainer = state
+    with net.no_sync():
+        loss_of(net, part).backward()
+    moves = {p: p.grad.clone() for p in net.parameters()}
+    trainer.zero_grad()
+    with torch.no_grad():
+        for p, move in moves.items():
+            p += move
+    loss_of(net, part).backward()
+    with torch.no_grad():
+        for p, move in moves.items():
+            p -= move
+    trainer.step()
+    trainer.zero_grad()
+
+
 def two_networks(rank, world):
     other = mlp(lambda: nn.BatchNorm1d(16))
     return *ddp(rank, world), other, sgd(other)
@@ -479,6 +520,7 @@ RIGHT = {
     "8 calls": (counting, over_calls(8, True), EVEN),
     "a ring": (ddp, ring(True), EVEN),
     "polling": (alone, polling, EVEN),
+    "functional": (with_params, functional, EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -517,6 +559,13 @@ WRONG = {
     "a gather that is not awaited": (ddp, gathering, EVEN, "wait"),
     "a ring that is not awaited": (ddp, ring(False), EVEN, "wait"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
+    "decay in an optimizer": (
+        made(bare, lambda net: Decaying(net.parameters(), lr=0.1)),
+        plain,
+        EVEN,
+        "a multiple of the parameters",
+    ),
+    "a climb of each process": (ddp, climbing, EVEN, "before the sum"),
     "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }
 UNKNOWN = {

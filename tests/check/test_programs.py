@@ -70,10 +70,18 @@ WRONG = {
     "a deadlock": ("several", "waits for a process", scratch([SUM, BRANCH])),
     "an exit": ("runs", "exit", scratch([SUM, "    os._exit(0)\n"])),
 }
+LISTED = """def example_batch(n):
+    return [{"x": torch.rand(1, 28, 28), "y": torch.randint(10, ())} for _ in range(n)]
+
+
+def train_batch(examples, params, lr):
+    X, y = (torch.stack([example[name] for example in examples]) for name in "xy")
+"""
 RIGHT_STEPS = {
     "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
     "a mask": ddp([LOSS, VALID]),
     "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
+    "a list of examples": scratch(["def train_batch(X, y, params, lr):\n", LISTED]),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-NEED_IT = (b"torch.compile", b"torch.func", b"vmap", b"fsdp", b"distributed.tensor")
+NEED_IT = (b"torch.compile", b"torch.func", b"vmap", b"fsdp", b"distributed.tensor", b"utils.checkpoint")
 NAME = "torch._dynamo"
 
 

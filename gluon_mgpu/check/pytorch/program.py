@@ -105,17 +105,22 @@ class FileProgram(Program):
         return found if isinstance(found, (list, tuple)) else [found]
 
     def _step(self, state: Sequence[Any], batch: Any) -> Any:
-        return self.module.train_batch(*(batch if isinstance(batch, (list, tuple)) else [batch]), *state)
+        is_nest = isinstance(batch, (list, tuple))
+        is_one = is_nest and len(batch) > 1 and len(self._arguments()) == len(state) + 1  # such as a list of examples
+        return self.module.train_batch(*(batch if is_nest and not is_one else [batch]), *state)
 
     def named(self, state: Sequence[Any]) -> Any:
         if not hasattr(self.module, "init_net"):
             return {"params": state[0]}
+        names = self._arguments()
+        return dict(zip(names[-len(state) :], state)) if 0 < len(state) < len(names) else state
+
+    def _arguments(self) -> Sequence[str]:
+        """The names of what a step needs, if they are known."""
         with suppress(ValueError, TypeError):  # it has no signature
             parameters = inspect.signature(self.module.train_batch).parameters.values()
-            names = [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
-            if 0 < len(state) < len(names):
-                return dict(zip(names[-len(state) :], state))
-        return state
+            return [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+        return []
 
     def _images(self, i: int, n: int) -> Any:
         X, y = Driver().batch(i, n)

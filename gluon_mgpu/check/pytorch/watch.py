@@ -67,7 +67,8 @@ class Watch:
 
         watched = {n: p for n, p in tensors.items() if p.requires_grad and p.is_leaf and not hasattr(p, "placements")}
         for name, p in watched.items():
-            p.register_hook(functools.partial(add, name))
+            hook = p.register_hook(functools.partial(add, name))
+            p._backward_hooks.move_to_end(hook.id, last=False)  # before the user's, which may change the gradient
         self._params = [*watched.values()]
 
     def _watch_updates(self) -> None:
