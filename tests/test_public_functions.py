@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from runs import refuses
 
-from gluon_mgpu import UsageError, evaluate, train
+from gluon_mgpu import evaluate, train
 from gluon_mgpu.data import datasets
 
 DATA = datasets.synthetic(60, 100)
@@ -77,12 +78,6 @@ def bad(values, *omitted):
     return [pytest.param(value, id=kind) for kind, value in values.items() if kind not in omitted]
 
 
-def refuses(name, function, *arguments, **options):
-    with pytest.raises(UsageError) as caught:
-        function(*arguments, **options)
-    assert caught.value.name == name and "\n" not in str(caught.value) and len(str(caught.value)) < 250
-
-
 @pytest.mark.parametrize("value", bad(BAD_IMAGES))
 def test_images_that_cannot_be_used_are_refused(value, trained):
     for name in ("train_images", "test_images"):
@@ -101,6 +96,8 @@ def test_labels_that_cannot_be_used_are_refused(value, trained):
 
 
 def test_images_and_labels_that_do_not_fit_the_network_are_refused(trained):
+    for other in (WIDE, IMAGES.astype(np.float32)):
+        refuses("test_images", datasets.own, **{**PARTS, "test_images": other})
     for function in (evaluate.scores, lambda trained, images: evaluate.report(trained, images, LABELS)):
         refuses("images", function, trained, WIDE)
         refuses("images", function, trained, IMAGES.repeat(3, axis=1))

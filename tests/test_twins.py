@@ -1,6 +1,5 @@
-"""The programs for PyTorch and for JAX train as the reference does, and have the functions that the pages explain."""
+"""The programs for PyTorch and for JAX train as the reference does."""
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -9,17 +8,13 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from functools import cache
-from itertools import combinations
 
-import mxnet as mx
 import numpy as np
 import pytest
 import reference
-from mxnet import nd
 from runs import ROOT, finished
-from test_partition import whole
 
-from gluon_mgpu import check, hybrid, scratch
+from gluon_mgpu import check, scratch
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.support import subprocesses
 
@@ -50,12 +45,6 @@ def assert_trained_as_the_reference(found, size=SIZE, steps=STEPS, lr=LR):
     assert len(found) == len(expected)
     for a, b, most in zip(found, expected, rounding):
         assert np.abs(a - b).max() <= most
-
-
-def functions(path):
-    """{name: code} of the functions in a file."""
-    nodes = ast.parse((ROOT / path).read_text()).body
-    return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 def run(folder, command, program, device="cpu"):
@@ -100,17 +89,6 @@ def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(nam
         lines = [line.split("all-reduce of ")[1] for line in printed.splitlines() if "all-reduce" in line]
         shapes = [f"f32[{','.join(map(str, shape))}]" for weight in scratch.SHAPES for shape in (weight, weight[:1])]
         assert sorted(" ".join(lines).split()) == sorted(shapes)
-
-
-def test_after_20_steps_a_mesh_of_contexts_has_the_parameters_of_the_reference():
-    size, steps, lr = HYBRID
-    data = datasets.load("synthetic", limit=size * steps)
-    mesh = [[mx.cpu(0), mx.cpu(1)], [mx.cpu(2), mx.cpu(3)]]
-    mesh_params = hybrid.place([nd.array(p) for p in reference.initial()], mesh)
-    for X, y in batches.batches(data.train_images, data.train_labels, size):
-        hybrid.train_batch(X, y, mesh_params, mesh, lr)
-    for row in mesh_params:
-        assert_trained_as_the_reference(whole(row, lambda p: p), *HYBRID)
 
 
 @needs_torch
@@ -189,18 +167,6 @@ def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
         reference=plain,
     )
     assert report.same, report.explain()
-
-
-def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():
-    codes = [functions(f"docs/pytorch/{name}.py") for name in ("scratch", "ddp", "fsdp")]
-    names = {name for code in codes for name in code}
-    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
-    own = {"init_params", "init_net", "lenet", "sgd", "train_batch", "full", "difference", "train"}
-    assert differing == [own, own, {"init_net", "full"}]
-
-
-def test_the_program_for_jax_has_the_functions_of_scratch():
-    assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
 
 
 @needs_torch
