@@ -160,7 +160,7 @@ def test_a_second_model_changes_nothing_in_the_first():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_lessons_own_train_has_the_parameters_of_the_command_line(module, monkeypatch, capsys, tmp_path):
-    data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
+    data = datasets.synthetic(10 * 64, 100, seed=3)  # 10 batches
     monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
     trained = module.train(2, 64, LR, epochs=1, seed=7)
     printed = capsys.readouterr().out

@@ -73,16 +73,17 @@ def shapes_of(lines):
 ROWS, COLUMNS = "[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]"
 needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+slow = pytest.mark.slow
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", *(pytest.param(name, marks=slow) for name in ("scratch", "fsdp"))])
 def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, tmp_path):
     run(tmp_path, TORCHRUN, f"pytorch/{name}.py")
 
 
 @needs_jax
-@pytest.mark.parametrize("name", ["scratch", "sharding"])
+@pytest.mark.parametrize("name", ["sharding", pytest.param("scratch", marks=slow)])
 def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(name, tmp_path):
     printed = run(tmp_path, [sys.executable], f"jax/{name}.py")
     if name == "sharding":  # the compiler inserts sums of all gradients
@@ -92,7 +93,7 @@ def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(nam
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_after_20_steps_a_mesh_of_processes_in_pytorch_has_the_parameters_of_the_reference(tmp_path):
     run(tmp_path, [*TORCHRUN[:-1], "4"], "pytorch/hybrid.py")
 
@@ -108,7 +109,7 @@ def test_after_20_steps_a_mesh_in_jax_has_the_parameters_of_the_reference_and_su
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summed_twice(monkeypatch):
     torch = importlib.import_module("torch")
     monkeypatch.syspath_prepend(ROOT / "docs/pytorch")
@@ -134,7 +135,7 @@ def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summ
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
     torch = importlib.import_module("torch")
     [code] = re.findall(r"```python\n(for i, \(X_part.*?)```", (ROOT / "docs/pytorch.md").read_text(), re.DOTALL)
@@ -170,7 +171,7 @@ def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
     page, program = (ROOT / "docs/rings.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
     answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
@@ -188,7 +189,7 @@ def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
 
 
 @needs_jax
-@pytest.mark.parametrize("name", ["scratch", "sharding"])
+@pytest.mark.parametrize("name", ["sharding", pytest.param("scratch", marks=slow)])
 def test_a_last_batch_that_jax_cannot_divide_is_refused_in_one_line(name):
     done = finished(sys.executable, ROOT / f"docs/jax/{name}.py", "--dataset", "synthetic", "--limit", "257")
     assert done.returncode == 1 and done.stderr.startswith("--limit 257: ") and done.stderr.count("\n") == 1

@@ -47,8 +47,8 @@ RUNS = {
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
     "state": (feedback_lesson(tempfile.mkdtemp()), {}),
 }
-BATCH, LR = 32, 0.1
-SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
+BATCH, LR = 16, 0.1
+SIZE = {"dataset": "synthetic", "limit": 150, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
@@ -279,7 +279,7 @@ def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are
 
 def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_overwritten(begun):
     before = files(begun)
-    others = [{"dataset": "fashion-mnist"}, {"seed": 3}, {"batch_size": 16}, {"epochs": 1}, {"out": "elsewhere"}]
+    others = [{"dataset": "fashion-mnist"}, {"seed": 3}, {"batch_size": 32}, {"epochs": 1}, {"out": "elsewhere"}]
     for other in (*others, {"model": "lenet-max", "impl": "highlevel"}):
         refuses(next(iter(other)), train, **{"resume": begun, **other})
         assert files(begun) == before

@@ -72,7 +72,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(tmp_p
     "read", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["output read", "nobody reads"]
 )
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
-    options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
+    options = ("--limit", "500", "--epochs", "999", "--gpus", "2", "--out", str(tmp_path))
     line = [*runs.TRAIN, *SYNTHETIC, *options]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while b"epoch 1" not in process.stdout.readline():
@@ -251,6 +251,13 @@ def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be
         train(lr=1e19, limit=1000, epochs=3, out=tmp_path)
     assert not list(tmp_path.iterdir())
     train(out=tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_ends_the_run(value):
+    lesson = lessons.load("scratch", loss=lambda y_hat, y: scratch.loss(y_hat, y) + value)
+    with pytest.raises(Error):
+        train(lesson, gpus=1)
 
 
 def test_mxnet_owns_the_memory_of_a_batch(monkeypatch):
