@@ -82,7 +82,6 @@ def test_one_and_then_two_contexts_train_in_one_process_which_says_once_that_the
         pytest.param(None, 1, {}, "1 64 None", marks=pytest.mark.slow),
         (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None"),
         (1, 1, {}, f"{CORES} None 20000"),
-        (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "2, 1"}, "2, 1 None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "2,"}, f"{CORES} None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None"),
