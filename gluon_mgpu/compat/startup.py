@@ -125,8 +125,10 @@ def plan(**changes: Any) -> None:
 
 
 def use_stock_settings() -> None:
-    """Make the first `import mxnet` use MXNet's own settings, for comparison. Call this before that import."""
+    """Make the first `import mxnet` use MXNet's own settings, for comparison. Raises Error after that import."""
     global _stock
+    if "mxnet" in sys.modules:
+        raise Error("mxnet is imported already, with other settings")
     _stock = True
     if platform.machine() == "aarch64":
         aarch64.use_openblas()  # the import needs this with any settings

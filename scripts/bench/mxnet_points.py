@@ -1,4 +1,7 @@
-"""Measures a point with MXNet: a lesson, the notebook's code, or a way to split LeNet."""
+"""Measures a point with MXNet: a lesson, the notebook's code, or a way to split LeNet.
+
+What imports mxnet is imported inside functions, after the settings of the point are made.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from bench import timeline, timing
 from bench.grids import TUNED, WAYS, Point
 from bench.timing import LR, Train
 from gluon_mgpu.compat import devices, startup
-from gluon_mgpu.data import batches, datasets
+from gluon_mgpu.data import datasets
 from gluon_mgpu.data.datasets import Dataset
-from gluon_mgpu.training.losses import Pending
 
 RECORDED_STEPS, RECORDED_WARM_UP = 20, 5
 Step = Callable[[Any, Any, float], Any]  # a training step: takes X, y and lr, returns the losses of each shard
@@ -55,9 +57,12 @@ def trainer(step: Step, point: Point, part: Any = None, barrier: Callable[[], An
     part: see `batches.batches`. barrier: waits for all workers.
     """
 
-    def train(data: Dataset, order: np.ndarray) -> tuple[float | None, float]:
-        from mxnet import nd
+    from mxnet import nd
 
+    from gluon_mgpu.data import batches
+    from gluon_mgpu.training.losses import Pending
+
+    def train(data: Dataset, order: np.ndarray) -> tuple[float | None, float]:
         barrier()
         start = time.perf_counter()
         pending, losses = Pending(), list[np.ndarray]()

@@ -17,8 +17,9 @@ from reference import EPSILON, additions
 from runs import ROOT, program
 
 from gluon_mgpu import highlevel
+from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
-from gluon_mgpu.support.errors import UsageError
+from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training.model import read_arrays
 
 TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
@@ -38,6 +39,13 @@ def test_every_implementation_is_measured_on_the_same_training(subject, tmp_path
     one = mxnet_points.measure(Point("scratch", "lenet", 32, 1), steps=1)
     other = grids.measure(subject, 1, str(tmp_path))
     assert other["loss"] == pytest.approx(one["loss"], rel=additions(32) * EPSILON) and other["step_ms"] > 0.1
+
+
+@pytest.mark.slow
+def test_the_notebooks_code_is_measured_with_mxnets_own_settings(tmp_path):
+    assert grids.measure(point("notebook"), 1, str(tmp_path))["step_ms"] > 0.1
+    with pytest.raises(Error):  # here, mxnet is imported already
+        startup.use_stock_settings()
 
 
 def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(monkeypatch):
