@@ -211,6 +211,18 @@ PYTORCH = {name: (ROOT / f"docs/pytorch/{name}.py").read_text() for name in ("sc
 DIFFS = {"pytorch.md": [(PYTORCH["scratch"], PYTORCH["ddp"])], "zero.md": [(PYTORCH["ddp"], PYTORCH["fsdp"])]}
 
 
+def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():
+    codes = [functions(code) for code in PYTORCH.values()]
+    names = {name for code in codes for name in code}
+    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in itertools.combinations(codes, 2)]
+    own = {"init_params", "init_net", "lenet", "sgd", "train_batch", "full", "difference", "train"}
+    assert differing == [own, own, {"init_net", "full"}]
+
+
+def test_the_program_for_jax_has_the_functions_of_scratch():
+    assert dict(of(scratch)).keys() <= functions((ROOT / "docs/jax/scratch.py").read_text()).keys()
+
+
 @pytest.mark.parametrize("page", DIFFS)
 def test_the_lines_of_a_diff_on_a_page_are_in_the_code(page):
     diffs = blocks(page, "diff")
