@@ -14,8 +14,7 @@ from mxnet import nd
 from gluon_mgpu import sharded
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import LENET_NAMES
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import LENET_NAMES, create_model
 
 STEPS, BATCH, LR = 20, 64, 0.01
 DATA = datasets.synthetic(STEPS * BATCH, 100, seed=4)

@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 from gluon_mgpu import evaluate, train
 from gluon_mgpu.training import models, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 from gluon_mgpu.training.record import read
 from gluon_mgpu.training.step import assemble
 from gluon_mgpu.training.workers import Group
