@@ -282,6 +282,17 @@ def test_no_cell_of_the_table_is_a_formula_for_a_spreadsheet():
     assert not any(cell.strip()[:1] in tuple("=+-@") for row in rows for cell in row)
 
 
+def test_the_students_in_a_folder_are_the_same_however_its_path_is_written(tmp_path, monkeypatch):
+    folder = tmp_path / "class"
+    for student in ("ada", "bob"):
+        (folder / student).mkdir(parents=True)
+    (folder / "ada" / "a.py").write_text(SUM)
+    monkeypatch.chdir(folder)
+    for path in (".", "./", "../class", "../class/", str(folder)):
+        found = exercises.find([path])
+        assert [(answer.student, bool(answer.problem)) for answer in found] == [("ada", False), ("bob", True)]
+
+
 def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):
     for folder in ("monday", "friday"):
         (tmp_path / folder / "ada").mkdir(parents=True)

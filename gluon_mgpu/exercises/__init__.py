@@ -186,22 +186,24 @@ def find(paths: Sequence[str]) -> list[Answer]:
         if not os.path.isdir(path):
             found.setdefault(path, answers(path))
             continue
+        top = Path(path)
         prefix = os.path.join(path, "") if several else ""
-        searched = list(_folders(path))
+        searched = list(_folders(str(top)))
         inside = sorted((folder / name, in_checkout) for folder, names, in_checkout in searched for name in names)
         if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, in_checkout in inside:
             kept = [_own(answer) for answer in answers(str(file)) if answer.name or not in_checkout]
             if kept:
-                student = _student(file.relative_to(path))
+                student = _student(file.relative_to(top))
                 found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
-        subfolders = {folder.name for folder, *_ in searched if folder.parent == Path(path) and folder.name[0] != "_"}
-        if any(len(file.relative_to(path).parts) > 1 for file, _ in inside):
-            with_answers = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
+        if any(file.parent != top for file, _ in inside):
+            subfolders = {folder.name for folder, *_ in searched if folder != top and folder.parent == top}
+            with_answers = {Path(file).relative_to(top).parts[0] for file in found if top in Path(file).parents}
             for name in sorted(subfolders - with_answers):
-                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
-                empty.append(Answer(os.path.join(path, name), problem=problem, student=prefix + name))
+                if not name.startswith("_"):
+                    problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
+                    empty.append(Answer(str(top / name), problem=problem, student=prefix + name))
     return [answer for in_file in found.values() for answer in in_file] + empty
 
 
