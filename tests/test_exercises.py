@@ -2,6 +2,7 @@
 
 import configparser
 import csv
+import errno
 import json
 import os
 import re
@@ -291,6 +292,22 @@ def test_the_students_in_a_folder_are_the_same_however_its_path_is_written(tmp_p
     for path in (".", "./", "../class", "../class/", str(folder)):
         found = exercises.find([path])
         assert [(answer.student, bool(answer.problem)) for answer in found] == [("ada", False), ("bob", True)]
+
+
+def test_a_student_whose_folder_cannot_be_read_is_not_lost(tmp_path, monkeypatch):
+    for student in ("ada", "bob"):
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "a.py").write_text(SUM)
+    scandir = os.scandir
+
+    def without_bob(path):
+        if os.path.basename(path) == "bob":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_bob)  # root may read all folders
+    found = exercises.find([str(tmp_path)])
+    assert [(answer.student, bool(answer.problem)) for answer in found] == [("ada", False), ("bob", True)]
 
 
 def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):

@@ -189,7 +189,7 @@ def find(paths: Sequence[str]) -> list[Answer]:
         top = Path(path)
         prefix = os.path.join(path, "") if several else ""
         searched = list(_folders(str(top)))
-        inside = sorted((folder / name, in_checkout) for folder, names, in_checkout in searched for name in names)
+        inside = sorted((folder / name, in_checkout) for folder, _, names, in_checkout in searched for name in names)
         if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, in_checkout in inside:
@@ -198,9 +198,9 @@ def find(paths: Sequence[str]) -> list[Answer]:
                 student = _student(file.relative_to(top))
                 found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
         if any(file.parent != top for file, _ in inside):
-            subfolders = {folder.name for folder, *_ in searched if folder != top and folder.parent == top}
+            _, subfolders, *_ = searched[0]
             with_answers = {Path(file).relative_to(top).parts[0] for file in found if top in Path(file).parents}
-            for name in sorted(subfolders - with_answers):
+            for name in sorted({*subfolders} - with_answers):
                 if not name.startswith("_"):
                     problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
                     empty.append(Answer(str(top / name), problem=problem, student=prefix + name))
@@ -221,10 +221,10 @@ def _student(file: Path) -> str:
     return file.parts[0] if len(file.parts) > 1 else flat[1] if flat else ""
 
 
-def _folders(path: str) -> Iterator[tuple[Path, list[str], bool]]:
-    """The folders to search: this one and those in it, each with the names of its Python files and notebooks, and
-    whether it is in a checkout of this project. No names are given for virtual environments and copies of the package.
-    Hidden folders are left out."""
+def _folders(path: str) -> Iterator[tuple[Path, list[str], list[str], bool]]:
+    """The folders to search: this one and those in it, each with the names of its subfolders, those of its Python files
+    and notebooks, and whether it is in a checkout of this project. No names are given for virtual environments and
+    copies of the package. Hidden folders are left out."""
     checkouts: set[str] = set()  # and their subfolders
     for parent, subfolders, names in os.walk(path, followlinks=True):
         if "pyvenv.cfg" in names or Path(parent, "exercises", "mistakes.ini").exists():
@@ -235,7 +235,7 @@ def _folders(path: str) -> Iterator[tuple[Path, list[str], bool]]:
             checkouts.add(parent)
         subfolders[:] = [name for name in subfolders if name[0] != "." and _is_searched(parent, name, top=path)]
         shown = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
-        yield Path(parent), shown, parent in checkouts
+        yield Path(parent), subfolders, shown, parent in checkouts
 
 
 def _is_searched(parent: str, name: str, top: str) -> bool:
