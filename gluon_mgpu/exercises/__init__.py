@@ -1,7 +1,7 @@
-"""Exercises that are graded automatically. `solutions` has the tasks and our answers, known.txt the known mistakes as
-edits of them, and mistakes.ini their explanations. `steps`, `sums` and `processes` have the hidden cases: one function
-per exercise, named after it. `diagnosis` compares an answer with our solution and the known mistakes on each case. An
-answer begins with the exercise's docstring; the cases call its function that is named as the solution's last function.
+"""Exercises that are graded automatically. An answer begins with the exercise's docstring, and defines the last
+function of our solution, which is in `solutions`. `steps`, `sums` and `processes` have the hidden cases of each.
+On each, `diagnosis` compares an answer with our solution and with the known mistakes, which known.txt has as edits of
+the solution. mistakes.ini explains the mistakes, and hints.txt says what to do about error messages.
 """
 
 from __future__ import annotations
