@@ -76,7 +76,7 @@ def set_up(
         step = naming_what_it_does_not_call(step, lesson, built)
     if lesson.is_own and (config.out or config.resume):
         step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
-    return Setup(run, data, model, step, state, warning)
+    return Setup(run, data, model, step, group, state, warning)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
