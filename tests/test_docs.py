@@ -169,7 +169,7 @@ def cells(page):
 
 
 # Functions that pages define for themselves.
-OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "new_state", "allocated"}
+OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "placed", "allocated"}
 # Functions that pages use without showing them.
 IMPORTED = {"stages"}
 

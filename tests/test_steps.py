@@ -59,9 +59,9 @@ def sharded_trained(ctx, step):
     """LeNet's parameters after the steps of one of sharded's functions."""
     params, net = [nd.array(p) for p in START], sharded.LENET
     weights = sharded.place(net, params, ctx, sharded=step == "zero3")
-    state = [weights, sharded.place(net, [nd.zeros_like(p) for p in params], ctx, sharded=step != "ddp")]
+    velocities = sharded.place(net, [nd.zeros_like(p) for p in params], ctx, sharded=step != "ddp")
     for X, y in batches():
-        getattr(sharded, step)(X, y, net, state, ctx, partial(sharded.sgd, lr=LR, momentum=0))
+        getattr(sharded, step)(X, y, net, weights, [velocities], ctx, partial(sharded.sgd, lr=LR, momentum=0))
     return sharded.collect(net, weights, sharded=step == "zero3")
 
 

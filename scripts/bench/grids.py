@@ -9,12 +9,16 @@ import importlib.util
 import json
 import os
 import platform
+import queue
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO, NamedTuple
@@ -35,7 +39,7 @@ SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "TORCH", "PY
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 PACKAGES = ("mxnet", "mxnet-cu112", "numpy", "torch")
 COLORS = {"notebook": "0.6", "PyTorch": "tab:orange"}  # the other implementations are blue
-SECONDS = 900  # time limit of a measurement
+SECONDS = 900  # time limit of a turn; the first one includes imports and torch.compile
 
 
 class Point(NamedTuple):
@@ -67,6 +71,7 @@ class Grid(NamedTuple):
 
 
 Rounds = dict[str, list]  # {what was measured: one value per round}
+Turn = Callable[[], dict[str, Any]]  # lets a point's processes measure once; returns {what: value}
 
 
 def _peers() -> Iterator[Point]:
@@ -132,9 +137,9 @@ GRIDS = {
 def measure_grid(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measure a grid's points. Returns the input of `table`, `draw` and `write`.
 
-    Each round measures every point once, so results of the same round can be compared even if the machine's speed
-    changes. steps: per measurement of LeNet with 256 examples. only: measure points whose names contain one of these
-    texts, such as "LeNet: scratch". Prints a line for each measurement on standard error.
+    Each point has its own processes. Those of a table take turns, so that results of the same round can be compared
+    even if the machine's speed changes. steps: per turn, of LeNet with 256 examples. only: measure points whose names
+    contain one of these texts, such as "LeNet: scratch". Prints a line for each turn on standard error.
     Raises UsageError if there is no such point, Error if something is missing or fails.
     """
     points = [point for point in GRIDS[grid].points if not only or any(text in title(point) for text in only)]
@@ -143,15 +148,18 @@ def measure_grid(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -
         raise UsageError("only", only[0], f"must be part of the name of a point: {names}")
     if any(point.is_torch for point in points) and importlib.util.find_spec("torch") is None:
         raise Error("PyTorch is not installed: run `make torch`")
-    results: list[Rounds] = [{} for _ in points]
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds):
-            for point, result in zip(points, results):
-                measured = measure(point, steps, folder)
-                for what, value in measured.items():
-                    result.setdefault(what, []).append(value)
-                log.say(f"{title(point)}: {measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})", "")
-    of_points = [{**point._asdict(), **result} for point, result in zip(points, results)]
+    results: dict[Point, Rounds] = {point: {} for point in points}
+    for _, of_table in groupby(points, key=attrgetter(*GRIDS[grid].by)):
+        with ExitStack() as stack:
+            turns = {point: stack.enter_context(taking_turns(point, steps)) for point in of_table}
+            for number in range(rounds):
+                for point, turn in turns.items():
+                    measured = turn()
+                    for what, value in measured.items():
+                        results[point].setdefault(what, []).append(value)
+                    about = f"{measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})"
+                    log.say(f"{title(point)}: {about}", "")
+    of_points = [{**point._asdict(), **result} for point, result in results.items()]
     return {"grid": grid, "rounds": rounds, "machine": machine(), "points": of_points}
 
 
@@ -159,21 +167,48 @@ def title(point: Point) -> str:
     return f"{TITLE[point.model]}: {point}, batch {point.batch_size}"
 
 
-def measure(point: Point, steps: int, folder: str) -> dict[str, Any]:
-    """Measure a point in its own process. Returns {what: value}. folder: for the files of torch.compile.
+@contextmanager
+def taking_turns(point: Point, steps: int) -> Iterator[Turn]:
+    """Run a point's processes until the end of the context. Between turns, they wait for a byte in a named pipe.
 
-    Raises the Error or UsageError that the process raised, or Error if it fails in another way.
+    A turn raises the Error or UsageError that the processes raised, or Error if they fail in another way.
     """
-    launcher = [_mpiexec(), "-n", str(point.workers)] if point.workers > 1 and not point.is_torch else []
-    command = [*launcher, sys.executable, "-m", "bench", json.dumps(point), str(steps)]
-    finished = subprocesses.run(command, env=environment(point, folder), seconds=SECONDS)
-    stuck = "stock MXNet can hang on several contexts" if point.impl == "notebook" else "use fewer steps"
-    subprocesses.raise_for_status(str(point), finished, stuck)
-    last = finished.out.strip().rpartition("\n")[2]
-    try:
-        return json.loads(last)
-    except ValueError:
-        raise Error(f"{point} failed: its last line of output is not a result: {last!r}") from None
+    results: queue.Queue[dict[str, Any] | subprocesses.Finished] = queue.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(pipe := os.path.join(folder, "turns"))
+        writer = os.open(pipe, os.O_RDWR)  # the processes end if it is closed, also by the end of this process
+        launcher = [_mpiexec(), "-n", str(point.workers)] if point.workers > 1 and not point.is_torch else []
+        command = [*launcher, sys.executable, "-m", "bench", json.dumps(point), str(steps), pipe]
+        env = environment(point, folder)
+
+        def read(line: str) -> None:
+            with suppress(ValueError):  # something else that a library prints
+                results.put(dict(json.loads(line)))
+
+        thread = threading.Thread(target=lambda: results.put(subprocesses.run(command, env=env, on_line=read)))
+
+        def turn() -> dict[str, Any]:
+            os.write(writer, bytes(point.workers))
+            if thread.ident is None:
+                thread.start()
+            try:
+                result = results.get(timeout=SECONDS)
+            except queue.Empty:
+                advice = "stock MXNet can hang on several contexts" if point.impl == "notebook" else "use fewer steps"
+                raise Error(f"{point} did not finish in time: {advice}") from None
+            if isinstance(result, subprocesses.Finished):
+                subprocesses.raise_for_status(str(point), result)
+                raise Error(f"{point} failed: it ended without a result")
+            return result
+
+        try:
+            yield turn
+        finally:
+            os.close(writer)
+            os.unlink(pipe)  # a process that opens it only now fails, instead of waiting for a writer
+            subprocesses.kill_running()
+            if thread.ident is not None:
+                thread.join()
 
 
 def environment(point: Point, folder: str) -> dict[str, str]:
