@@ -84,7 +84,7 @@ def rendered(monkeypatch, tmp_path, capsys):
     group = Group()
     losses = Losses(1, 1, 1, 1, group)
     other = Mock(rank=1, broadcast=lambda values: {"lr": 0.1})
-    model = Mock(ctx=[mx.cpu(0), mx.cpu(1)])
+    model = Mock(ctx=[mx.cpu(0), mx.cpu(1)], arrays=lambda: {"W1": None})
     monkeypatch.setattr(loop, "read_arrays", lambda model, device=0: {"W1": np.ones(1) * device})
     monkeypatch.setenv("GLUON_MGPU_MIRROR", "http://127.0.0.1:1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -105,7 +105,7 @@ def rendered(monkeypatch, tmp_path, capsys):
         raised(Group.agree, other, {"lr": 0.2}, "start all workers with the same options"),
     ]
     capsys.readouterr()
-    loop._check_replicas(model, "epoch 1", group)
+    loop._check_replicas(Mock(model=model, group=group), {"W1": np.zeros(1)}, "epoch 1")
     messages.append(capsys.readouterr().err)
     monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
     return [*messages, raised(devices.contexts, [0], "gpu")]

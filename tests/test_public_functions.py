@@ -134,7 +134,7 @@ def test_numbers_that_cannot_be_used_are_refused(value):
         refuses("seed", datasets.load, "synthetic", limit=60, seed=value)
 
 
-@pytest.mark.parametrize("shares", [[1], [1, 2, 3], [1, 0], [1, -1], [1, np.inf], [1, np.nan]], ids=str)
+@pytest.mark.parametrize("shares", [[], [1], [1, 2, 3], [1, 0], [1, -1], [1, np.inf], [1, np.nan]], ids=str)
 def test_shares_that_cannot_be_used_are_refused(shares):
     refuses("shares", shard_sizes, 9, 2, shares)
 

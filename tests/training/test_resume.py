@@ -270,7 +270,7 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
 )
 def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
     reconfigure(begun, epochs=4)
-    monkeypatch.setattr(loop, "fit", lambda setup, folder, group: (setup.run.config, setup.model.ctx))
+    monkeypatch.setattr(loop, "fit", lambda setup, folder: (setup.run.config, setup.model.ctx))
     found, ctx = training(resume=begun, **given)
     expected = Config(**Config.parse({"gpus": 2, "device": "cpu", "epochs": 4, **given}))
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
