@@ -157,7 +157,7 @@ def _is_deep(node: GraphNode) -> bool:
 def _without_noise(network: Exported) -> Exported:
     """The network without dropout, and with the mean slope of random slopes.
 
-    PReLU becomes several steps, because after some layers, MXNet 1.9.1 multiplies its gradient by the slope.
+    PReLU and SELU become several steps, because MXNet 1.9.1 computes wrong gradients of them (docs/convert.md).
     """
     shapes = network.shapes(X.shape for X in network.samples[0].inputs)
 
@@ -171,6 +171,10 @@ def _without_noise(network: Exported) -> Exported:
             slopes = add(GraphNode("Reshape", f"{name} slopes", {"shape": str(shape)}, node.inputs[1:]))
             scaled = add(GraphNode("broadcast_mul", f"{name} scaled", {}, [negative, slopes]))
             add(GraphNode("elemwise_sub", name, {}, [positive, scaled]))
+        elif node.op == "LeakyReLU" and kind == "selu":
+            attrs = {"act_type": "elu", "slope": "1.6732632423543772"}
+            elu = add(GraphNode("LeakyReLU", f"{name} elu", attrs, given))
+            add(GraphNode("_mul_scalar", name, {"scalar": "1.0507009873554805"}, [elu]))
         elif node.op == "LeakyReLU" and kind == "rrelu":
             slope = (node.value("lower_bound") + node.value("upper_bound")) / 2
             add(GraphNode("LeakyReLU", name, {"act_type": "leaky", "slope": repr(slope)}, given))
