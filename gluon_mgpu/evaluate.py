@@ -79,7 +79,7 @@ def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, 
     data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.
     """
     data = datasets.load(run.config.dataset, data_dir, run.config.limit, run.config.seed)
-    run.check_data(data, data.digest(), "data_dir", data.source)
+    run.check_data(data, data.digest(), data.source)
     return data.test_images, data.test_labels
 
 

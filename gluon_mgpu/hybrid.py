@@ -25,7 +25,8 @@ def place(params: Params, mesh: Mesh) -> list[list[Params]]:
     """
     assert len(mesh[0]) <= 128, "the hidden layer has 128 values, for at most as many devices in a row"
     *whole, W3, b3, W4, b4 = params
-    parts = zip(*[split_and_load(p, [p.context] * len(mesh[0])) for p in (W3, b3, W4.T)])
+    host = [W3.context] * len(mesh[0])  # the parts are only split here, and copied below
+    parts = zip(split_and_load(W3, host), split_and_load(b3, host), split_and_load(W4.T, host))
     columns = [[*whole, W3_part, b3_part, W4_part.T, b4] for W3_part, b3_part, W4_part in parts]
     return [[scratch.get_params(column, c) for column, c in zip(columns, row)] for row in mesh]
 

@@ -63,9 +63,8 @@ def stages(devices: int) -> list[slice]:
 
 def partition_network(params: Params, ctx: list[Context]) -> list[Params]:
     """Copy the parameters of each device's layers to that device. Returns one list per device."""
-    return [
-        scratch.get_params(params[2 * layers.start : 2 * layers.stop], c) for layers, c in zip(stages(len(ctx)), ctx)
-    ]
+    owned = [slice(2 * layers.start, 2 * layers.stop) for layers in stages(len(ctx))]  # two parameters per layer
+    return [scratch.get_params(params[part], c) for part, c in zip(owned, ctx)]
 
 
 def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:

@@ -16,13 +16,13 @@ def in_step(number, act):
     """Call act() while step number `number` of the block is issued."""
     fit, numbers = loop.fit, count(1)
 
-    def fit_with_act(setup, folder, group):
+    def fit_with_act(setup, folder):
         def acting_step(*args):
             if next(numbers) == number:
                 act()
             return setup.step(*args)
 
-        return fit(setup._replace(step=acting_step), folder, group)
+        return fit(setup._replace(step=acting_step), folder)
 
     with patch.object(loop, "fit", fit_with_act):
         yield

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gluon_mgpu.support import subprocesses
+from gluon_mgpu.support.errors import UsageError
 
 SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_")
 
@@ -135,6 +136,15 @@ def error(capture, command, *words, status=2):
     assert (found, out, err.count("\n")) == (status, "", 1), err
     assert err.startswith("error: ")
     return err.removeprefix("error: ")
+
+
+def refuses(name, function, *arguments, **options):
+    """The UsageError with which a function refuses arguments: one line, which names the setting `name`."""
+    with pytest.raises(UsageError) as caught:
+        function(*arguments, **options)
+    line = str(caught.value)
+    assert caught.value.name == name and "\n" not in line and len(line) < 1000
+    return caught.value
 
 
 def arrays(text):

@@ -6,6 +6,7 @@ import shutil
 import mxnet as mx
 import pytest
 from mxnet.gluon import nn
+from runs import refuses
 
 from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
@@ -21,12 +22,6 @@ registry.register("9 classes", lambda: nn.Dense(9))
 registry.register("11 classes", lambda: nn.Dense(11))
 registry.register("with init", networks.resnet18, mx.init.Xavier())
 WITHOUT_INIT = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
-
-
-def refused(name, **options):
-    with pytest.raises(UsageError) as error:
-        train(**options)
-    assert error.value.name == name and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +46,7 @@ def refused(name, **options):
 def test_settings_that_contradict_each_other_are_refused_before_anything_is_printed_or_written(
     name, settings, tmp_path, capsys
 ):
-    refused(name, **{**OPTIONS, "out": tmp_path / "run", **settings})
+    refuses(name, train, **{**OPTIONS, "out": tmp_path / "run", **settings})
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
 
 
@@ -62,22 +57,15 @@ def test_an_imported_copy_of_scratch_is_an_own_lesson(tmp_path):
     spec.loader.exec_module(copy)
     assert lessons.name_of(copy) == str(tmp_path / "scratch.py")
     train(copy, **OPTIONS, epochs=1, out=tmp_path / "run")
-    refused("resume", resume=tmp_path / "run", epochs=2)  # a checkpoint does not choose code to run
+    refuses("resume", train, resume=tmp_path / "run", epochs=2)  # a checkpoint does not choose code to run
     with pytest.raises(UsageError):
         evaluate.load(tmp_path / "run")
 
 
-def test_a_run_is_not_resumed_on_other_data_of_the_same_name(tmp_path):
-    options = {**OPTIONS, "dataset": datasets.synthetic(100, 100, seed=9), "limit": None}
-    train(**options, epochs=1, out=tmp_path)
-    refused("data_dir", resume=tmp_path, epochs=2, dataset=datasets.synthetic(100, 100, seed=8))
-
-
-def test_fewer_epochs_than_the_recorded_warm_up_has_are_the_users_mistake():
-    recorded = Config(**Config.parse(OPTIONS), epochs=4, warmup_epochs=3)
-    with pytest.raises(UsageError) as error:
-        recorded.resumed({"epochs": 3})
-    assert error.value.name == "epochs"
+def test_epochs_that_the_recorded_warm_up_or_schedule_does_not_allow_are_the_users_mistake():
+    for settings, epochs in (({"warmup_epochs": 3}, 3), ({"schedule": "cosine"}, 5)):
+        recorded = Config(**Config.parse(OPTIONS), epochs=4, **settings)
+        refuses("epochs", recorded.resumed, {"epochs": epochs})
 
 
 def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():

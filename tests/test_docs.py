@@ -84,7 +84,7 @@ def rendered(monkeypatch, tmp_path, capsys):
     group = Group()
     losses = Losses(1, 1, 1, 1, group)
     other = Mock(rank=1, broadcast=lambda values: {"lr": 0.1})
-    model = Mock(ctx=[mx.cpu(0), mx.cpu(1)])
+    model = Mock(ctx=[mx.cpu(0), mx.cpu(1)], arrays=lambda: {"W1": None})
     monkeypatch.setattr(loop, "read_arrays", lambda model, device=0: {"W1": np.ones(1) * device})
     monkeypatch.setenv("GLUON_MGPU_MIRROR", "http://127.0.0.1:1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -105,7 +105,7 @@ def rendered(monkeypatch, tmp_path, capsys):
         raised(Group.agree, other, {"lr": 0.2}, "start all workers with the same options"),
     ]
     capsys.readouterr()
-    loop._check_replicas(model, "epoch 1", group)
+    loop._check_replicas(Mock(model=model, group=group), {"W1": np.zeros(1)}, "epoch 1")
     messages.append(capsys.readouterr().err)
     monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
     return [*messages, raised(devices.contexts, [0], "gpu")]
@@ -119,13 +119,14 @@ def test_the_messages_explained_are_those_that_the_package_says(rendered):
 
 
 def test_the_api_has_a_page_for_each_module_that_a_page_imports_or_links_to():
-    found = {m.name for m in pkgutil.walk_packages([str(ROOT / "gluon_mgpu")], "gluon_mgpu.") if not m.ispkg}
+    is_package = {m.name: m.ispkg for m in pkgutil.walk_packages([str(ROOT / "gluon_mgpu")], "gluon_mgpu.")}
+    found = {name for name in is_package if not is_package[name]}
     text = "\n".join(PAGES.values())
     linked = {name.replace("/", ".") for name in re.findall(r"\]\((?:\.\./)+(gluon_mgpu/[\w/]+)\.py\)", text)}
     lines = re.findall(r"^from (gluon_mgpu[\w.]*) import ([\w, ]+)$", text, re.MULTILINE)
     imported = {name for start, names in lines for name in (start, *(f"{start}.{n}" for n in names.split(", ")))}
     modules = re.findall(r"^   (gluon_mgpu\.\S+)$", PAGES["api.md"], re.MULTILINE)
-    assert len(modules) == len({*modules}) and linked | (imported & found) <= {*modules} <= found
+    assert len(modules) == len({*modules}) and linked | (imported & found) <= {*modules} <= {*is_package}
 
 
 def test_the_accuracies_said_to_be_the_notebooks_are_those_in_the_recipes():
@@ -209,6 +210,18 @@ def test_the_page_names_each_function_of_the_notebook_that_the_lesson_changes():
 
 PYTORCH = {name: (ROOT / f"docs/pytorch/{name}.py").read_text() for name in ("scratch", "ddp", "fsdp")}
 DIFFS = {"pytorch.md": [(PYTORCH["scratch"], PYTORCH["ddp"])], "zero.md": [(PYTORCH["ddp"], PYTORCH["fsdp"])]}
+
+
+def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():
+    codes = [functions(code) for code in PYTORCH.values()]
+    names = {name for code in codes for name in code}
+    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in itertools.combinations(codes, 2)]
+    own = {"init_params", "init_net", "lenet", "sgd", "train_batch", "full", "difference", "train"}
+    assert differing == [own, own, {"init_net", "full"}]
+
+
+def test_the_program_for_jax_has_the_functions_of_scratch():
+    assert dict(of(scratch)).keys() <= functions((ROOT / "docs/jax/scratch.py").read_text()).keys()
 
 
 @pytest.mark.parametrize("page", DIFFS)

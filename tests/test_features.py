@@ -5,12 +5,14 @@ NumPy, or Gluon without this package, computes from a checkpoint's arrays; a res
 uninterrupted run of one process, bit for bit.
 """
 
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
 from collections import namedtuple
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -159,6 +161,14 @@ def own_data(shape, classes, low, high, dtype, examples):
     return images.astype(dtype), labels
 
 
+def train_without_notices(**settings):
+    """Train. Once training begins, only the notebook's lines are printed: no notice, such as that replicas differ."""
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        train(**settings)
+    _, lines = printed.getvalue().split("running on: ")
+    assert all(line.startswith("epoch ") for line in lines.splitlines()[1:]), lines
+
+
 class Runs:
     """The runs of the table's rows; each is trained once. folder: contains own data, lessons and the runs."""
 
@@ -184,7 +194,7 @@ class Runs:
         """The folder of a row's uninterrupted run."""
         folder = self.path(row, "whole")
         if not folder.exists():
-            train(**self.settings(row), out=folder)
+            train_without_notices(**self.settings(row), out=folder)
         return folder
 
     def strong(self, row):
@@ -210,7 +220,7 @@ class Runs:
         shutil.copytree(stopped, folder)
         data = {"data_dir": self.settings(row)["data_dir"]} if row.data in OWN else {}
         own = {"impl": self.settings(row)["impl"]} if row.is_own else {}
-        train(resume=folder, **data, **own, **changes)
+        train_without_notices(resume=folder, **data, **own, **changes)
         return folder
 
     def data(self, row):

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,9 @@ from unittest.mock import Mock
 import mxnet as mx
 import numpy as np
 import pytest
-import small_networks
 from mxnet import gluon, nd
 from runs import call
-from test_partition import batch, contexts
+from test_partition import batch, contexts, refused_crossings
 
 from gluon_mgpu import highlevel, hybrid, scratch, sharded, train
 from gluon_mgpu.commands.train import train as train_command
@@ -79,6 +77,12 @@ def test_accuracy_is_the_fraction_of_examples_whose_label_has_the_highest_score(
     assert module.evaluate_accuracy(data_iter, lambda X: X, contexts(3)) == pytest.approx(sum(right) / 601)
 
 
+def test_each_device_scores_its_shard_with_its_own_parameters():
+    model = build(scratch, 3)
+    with refused_crossings():
+        model.evaluate_accuracy([batch(7)])
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_step_refuses_a_batch_that_leaves_a_device_with_its_old_gradients(module):
     with pytest.raises(AssertionError):
@@ -111,6 +115,7 @@ ZEROS = STAR % ("scratch", "lenet(X, params)", "return nd.zeros((X.shape[0], 10)
 DENSE = STAR % ("highlevel", "lenet()", "net = nn.HybridSequential()\n    net.add(nn.Dense(10))\n    return net")
 SPLIT = STAR % ("highlevel", "split_and_load(data, ctx)", "return [data.as_in_context(ctx[0])]")
 STEP = Path(scratch.__file__).read_text().replace("    losses = f", "\n    losses = f")
+ADAM = Path(highlevel.__file__).read_text().replace('"sgd"', '"adam"')
 
 
 @pytest.mark.parametrize(
@@ -121,16 +126,17 @@ STEP = Path(scratch.__file__).read_text().replace("    losses = f", "\n    losse
         (SPLIT, {"shares": (1,)}, "split_and_load"),
         (STEP, {}, ""),
         (STEP, {"shares": (1,)}, "train_batch"),
+        (ADAM, {}, "train"),
     ],
-    ids=["lenet", "lenet of Gluon", "split_and_load", "train_batch", "train_batch with shares"],
+    ids=["lenet", "lenet of Gluon", "split_and_load", "train_batch", "train_batch with shares", "train"],
 )
 def test_functions_that_the_user_changed_and_a_step_does_not_call_are_named_also_on_one_device(
     code, changes, not_called, tmp_path, capsys
 ):
     (tmp_path / "own.py").write_text(code)
     train(str(tmp_path / "own.py"), 1, 64, LR, **changes, **OPTIONS)
-    found = re.findall(r"does not call your own (.*) in", capsys.readouterr().err)
-    assert found == [not_called] * bool(not_called)
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(not_called) and not_called in said
 
 
 def test_by_default_the_network_as_written_trains_with_mxnets_own_store():
@@ -143,7 +149,7 @@ def test_by_default_the_network_as_written_trains_with_mxnets_own_store():
 
 def test_a_second_model_changes_nothing_in_the_first():
     kinds = [{"tune": tune, "hybridize": hybridize} for tune in (False, True) for hybridize in (False, True)]
-    for first, second in itertools.permutations(kinds, 2):
+    for first, second in zip(kinds, kinds[1:] + kinds[:1]):
         model, loss_is_hybridized = build(highlevel, 2, **first), highlevel.loss._active
         model.step(*batch(8), LR)
         before = read_arrays(model)
@@ -154,7 +160,7 @@ def test_a_second_model_changes_nothing_in_the_first():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_lessons_own_train_has_the_parameters_of_the_command_line(module, monkeypatch, capsys, tmp_path):
-    data = datasets.synthetic(20 * 64, 100, seed=3)  # 20 batches
+    data = datasets.synthetic(10 * 64, 100, seed=3)  # 10 batches
     monkeypatch.setattr(datasets, "load", lambda *_, **__: data)
     trained = module.train(2, 64, LR, epochs=1, seed=7)
     printed = capsys.readouterr().out
@@ -187,9 +193,9 @@ def test_a_missing_function_or_other_arguments_are_a_usage_error_that_names_the_
 def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(capsys):
     lesson = lessons.load("scratch", allreduce=lambda data: None)
     train(lesson, 2, 64, LR, **{**OPTIONS, "epochs": 2})
-    assert capsys.readouterr().err.count("the replicas differ") == 2
+    assert capsys.readouterr().err.count("W1") == 2
     train("scratch", 2, 64, LR, **OPTIONS)
-    assert "differ" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -198,7 +204,6 @@ def test_an_allreduce_that_does_nothing_is_reported_after_each_epoch(capsys):
         ("import mxnet as mx", "import mxnett as mx"),
         ("import mxnet as mx", "import mxnet as mx import"),
         ("shard_loss.backward()", "shard_los.backward()"),
-        ("data[0].copyto(data[i])", "data[0].copyto(data[len(data)])"),
     ],
 )
 def test_a_typo_is_reported_with_its_file_and_line(old, new, tmp_path):
@@ -231,8 +236,8 @@ def test_a_function_that_returns_nothing_or_no_arrays_is_named(impl, old, new, n
 
 def test_a_network_with_the_lessons_name_or_too_few_names_is_refused():
     with pytest.raises(UsageError):
-        registry.register("lenet", small_networks.dense)
-    registry.register("two-names", small_networks.normalized, names=("a", "b"))
+        registry.register("lenet", highlevel.lenet)
+    registry.register("two-names", highlevel.lenet, names=("a", "b"))
     with pytest.raises(UsageError):
         build(highlevel, 1, model="two-names")
 

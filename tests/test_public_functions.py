@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from runs import refuses
 
-from gluon_mgpu import UsageError, evaluate, train
+from gluon_mgpu import evaluate, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.splitting import shard_sizes
@@ -30,17 +31,11 @@ def trained(run):
 BAD_IMAGES = {
     "none": None,
     "text": "images",
-    "number": 3,
-    "empty list": [],
     "rows of different lengths": [[1, 2], [3]],
     "no examples": IMAGES[:0],
-    "two dimensions": IMAGES[:, 0, 0],
     "five dimensions": IMAGES[None],
     "whole numbers": IMAGES.astype(int),
-    "booleans": IMAGES > 5,
-    "complex numbers": IMAGES + 0j,
     "objects": IMAGES.astype(object),
-    "texts": IMAGES.astype(str),
     "masked": np.ma.masked_less(IMAGES, 5),
     "not finite": np.where(IMAGES > 5, np.nan, 0),
     "too large for float32": np.full(IMAGES.shape, 1e39),
@@ -48,18 +43,11 @@ BAD_IMAGES = {
 BAD_LABELS = {
     "none": None,
     "text": "labels",
-    "number": 3,
-    "empty list": [],
     "too few": LABELS[:-1],
-    "too many": [*LABELS, 0],
-    "two dimensions": np.stack([LABELS, LABELS], axis=1),
     "negative": LABELS.astype(int) - 1,
     "too large": LABELS.astype(np.int64) + 2**40,
     "floats": LABELS / 2,
-    "booleans": LABELS > 5,
-    "complex numbers": LABELS + 0j,
     "objects": LABELS.astype(object),
-    "texts": LABELS.astype(str),
     "masked": np.ma.masked_equal(LABELS, 5),
 }
 BAD_NUMBERS = {
@@ -79,19 +67,13 @@ def bad(values, *omitted):
     return [pytest.param(value, id=kind) for kind, value in values.items() if kind not in omitted]
 
 
-def refuses(name, function, *arguments, **options):
-    with pytest.raises(UsageError) as caught:
-        function(*arguments, **options)
-    assert caught.value.name == name and "\n" not in str(caught.value) and len(str(caught.value)) < 250
-
-
 @pytest.mark.parametrize("value", bad(BAD_IMAGES))
 def test_images_that_cannot_be_used_are_refused(value, trained):
     for name in ("train_images", "test_images"):
         refuses(name, datasets.own, **{**PARTS, name: value})
     refuses("images", evaluate.scores, trained, value)
     refuses("images", evaluate.report, trained, value, LABELS)
-    pictures = [] if value is None or isinstance(value, (str, int)) else value
+    pictures = [] if value is None or isinstance(value, str) else value
     refuses("images", evaluate.classify, trained, ["a"], pictures)
 
 
@@ -103,6 +85,8 @@ def test_labels_that_cannot_be_used_are_refused(value, trained):
 
 
 def test_images_and_labels_that_do_not_fit_the_network_are_refused(trained):
+    for other in (WIDE, IMAGES.astype(np.float32)):
+        refuses("test_images", datasets.own, **{**PARTS, "test_images": other})
     for function in (evaluate.scores, lambda trained, images: evaluate.report(trained, images, LABELS)):
         refuses("images", function, trained, WIDE)
         refuses("images", function, trained, IMAGES.repeat(3, axis=1))
@@ -150,7 +134,7 @@ def test_numbers_that_cannot_be_used_are_refused(value):
         refuses("seed", datasets.load, "synthetic", limit=60, seed=value)
 
 
-@pytest.mark.parametrize("shares", [[1], [1, 2, 3], [1, 0], [1, -1], [1, np.inf], [1, np.nan]], ids=str)
+@pytest.mark.parametrize("shares", [[], [1], [1, 2, 3], [1, 0], [1, -1], [1, np.inf], [1, np.nan]], ids=str)
 def test_shares_that_cannot_be_used_are_refused(shares):
     refuses("shares", shard_sizes, 9, 2, shares)
 

@@ -76,6 +76,14 @@ def test_zero_trains_as_ddp_does_bit_for_bit(devices, optimizer):
             np.testing.assert_array_equal(a, b)
 
 
+def test_chunks_of_gradients_are_copies_so_that_zero2_can_free_the_whole_gradients():
+    data = [nd.ones(7, c) for c in contexts(3)]
+    chunks = sharded.reduce_to_chunks(data)
+    for vector in data:
+        vector[:] = 0
+    assert np.concatenate([chunk.asnumpy() for chunk in chunks]).tolist() == [3] * 7
+
+
 def test_sgd_has_momentum():
     rng = np.random.default_rng(5)
     p, velocity = (nd.array(rng.random(20)) for _ in range(2))

@@ -1,6 +1,5 @@
-"""The programs for PyTorch and for JAX train as the reference does, and have the functions that the pages explain."""
+"""The programs for PyTorch and for JAX train as the reference does."""
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -9,17 +8,13 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from functools import cache
-from itertools import combinations
 
-import mxnet as mx
 import numpy as np
 import pytest
 import reference
-from mxnet import nd
 from runs import ROOT, finished
-from test_partition import whole
 
-from gluon_mgpu import check, hybrid, scratch
+from gluon_mgpu import check, scratch
 from gluon_mgpu.data import batches, datasets
 from gluon_mgpu.support import subprocesses
 
@@ -52,12 +47,6 @@ def assert_trained_as_the_reference(found, size=SIZE, steps=STEPS, lr=LR):
         assert np.abs(a - b).max() <= most
 
 
-def functions(path):
-    """{name: code} of the functions in a file."""
-    nodes = ast.parse((ROOT / path).read_text()).body
-    return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
-
-
 def run(folder, command, program, device="cpu"):
     """Run a twin without MXNet. Returns what it printed, once its parameters are checked."""
     (folder / "mxnet.py").write_text("raise ImportError('the programs run without MXNet')")
@@ -84,16 +73,17 @@ def shapes_of(lines):
 ROWS, COLUMNS = "[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]"
 needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is an extra: jax")
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is an extra: pytorch")
+slow = pytest.mark.slow
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["scratch", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", *(pytest.param(name, marks=slow) for name in ("scratch", "fsdp"))])
 def test_after_8_steps_a_program_for_pytorch_has_the_parameters_of_the_reference(name, tmp_path):
     run(tmp_path, TORCHRUN, f"pytorch/{name}.py")
 
 
 @needs_jax
-@pytest.mark.parametrize("name", ["scratch", "sharding"])
+@pytest.mark.parametrize("name", ["sharding", pytest.param("scratch", marks=slow)])
 def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(name, tmp_path):
     printed = run(tmp_path, [sys.executable], f"jax/{name}.py")
     if name == "sharding":  # the compiler inserts sums of all gradients
@@ -102,19 +92,8 @@ def test_after_8_steps_a_program_for_jax_has_the_parameters_of_the_reference(nam
         assert sorted(" ".join(lines).split()) == sorted(shapes)
 
 
-def test_after_20_steps_a_mesh_of_contexts_has_the_parameters_of_the_reference():
-    size, steps, lr = HYBRID
-    data = datasets.load("synthetic", limit=size * steps)
-    mesh = [[mx.cpu(0), mx.cpu(1)], [mx.cpu(2), mx.cpu(3)]]
-    mesh_params = hybrid.place([nd.array(p) for p in reference.initial()], mesh)
-    for X, y in batches.batches(data.train_images, data.train_labels, size):
-        hybrid.train_batch(X, y, mesh_params, mesh, lr)
-    for row in mesh_params:
-        assert_trained_as_the_reference(whole(row, lambda p: p), *HYBRID)
-
-
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_after_20_steps_a_mesh_of_processes_in_pytorch_has_the_parameters_of_the_reference(tmp_path):
     run(tmp_path, [*TORCHRUN[:-1], "4"], "pytorch/hybrid.py")
 
@@ -130,7 +109,7 @@ def test_after_20_steps_a_mesh_in_jax_has_the_parameters_of_the_reference_and_su
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summed_twice(monkeypatch):
     torch = importlib.import_module("torch")
     monkeypatch.syspath_prepend(ROOT / "docs/pytorch")
@@ -156,7 +135,7 @@ def test_check_accepts_a_mesh_with_a_reference_and_finds_a_gradient_that_is_summ
 
 
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
     torch = importlib.import_module("torch")
     [code] = re.findall(r"```python\n(for i, \(X_part.*?)```", (ROOT / "docs/pytorch.md").read_text(), re.DOTALL)
@@ -191,20 +170,8 @@ def test_the_page_s_accumulation_with_no_sync_takes_the_step_of_a_whole_batch():
     assert report.same, report.explain()
 
 
-def test_the_programs_for_pytorch_differ_only_in_the_functions_that_the_page_is_about():
-    codes = [functions(f"docs/pytorch/{name}.py") for name in ("scratch", "ddp", "fsdp")]
-    names = {name for code in codes for name in code}
-    differing = [{name for name in names if a.get(name) != b.get(name)} for a, b in combinations(codes, 2)]
-    own = {"init_params", "init_net", "lenet", "sgd", "train_batch", "full", "difference", "train"}
-    assert differing == [own, own, {"init_net", "full"}]
-
-
-def test_the_program_for_jax_has_the_functions_of_scratch():
-    assert functions("gluon_mgpu/scratch.py").keys() <= functions("docs/jax/scratch.py").keys()
-
-
 @needs_torch
-@pytest.mark.slow
+@slow
 def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
     page, program = (ROOT / "docs/rings.md").read_text(), (ROOT / "docs/pytorch/by_hand.py").read_text()
     answer = textwrap.dedent(re.search(r"```python\n( +class Buckets:.*?)```", page, re.DOTALL)[1])
@@ -222,7 +189,7 @@ def test_the_page_s_answer_to_the_exercises_by_hand_is_correct(tmp_path):
 
 
 @needs_jax
-@pytest.mark.parametrize("name", ["scratch", "sharding"])
+@pytest.mark.parametrize("name", ["sharding", pytest.param("scratch", marks=slow)])
 def test_a_last_batch_that_jax_cannot_divide_is_refused_in_one_line(name):
     done = finished(sys.executable, ROOT / f"docs/jax/{name}.py", "--dataset", "synthetic", "--limit", "257")
     assert done.returncode == 1 and done.stderr.startswith("--limit 257: ") and done.stderr.count("\n") == 1

@@ -1,16 +1,17 @@
-"""Comparisons of arrays by name: what differs by more than rounding explains, and how to say so."""
+"""Comparisons of arrays by name: what differs by more than rounding explains."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.check.driver import UNITS, Arrays, Shards, Step
+from gluon_mgpu.check.driver import UNITS, Arrays, Shards, StepResult
 
 # relative differences that may come from rounding; in float64, from the user's constants in float32
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 
 
 def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = "device") -> str:
@@ -31,44 +32,21 @@ def wrong_split(shards: Shards, n: int, function: str = "the step", unit: str = 
     return f"{function} gives some of {n} examples to several {UNITS[unit]}"
 
 
-def not_finite(step: Step) -> str:
-    """Whether all numbers of a step are finite."""
-    arrays = {"losses": np.concatenate([*step.losses, np.zeros(0)]), **step.changes[0]}
-    wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
-    if not wrong:
-        return ""
-    value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
-    where = "losses" if wrong[0] == "losses" else f"gradients ({some(wrong)})"
-    return f"the {where} of a step are {value}; look for log(0), division by 0, or overflow"
+def not_finite(steps: Sequence[StepResult]) -> str:
+    """Whether all numbers of some steps are finite."""
+    for step in steps:
+        arrays = {"losses": np.concatenate([*map(np.ravel, step.losses), np.zeros(0)]), **step.changes[0]}
+        wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+        if wrong:
+            value = "nan" if np.isnan(arrays[wrong[0]]).any() else "infinite"
+            what = "losses" if wrong[0] == "losses" else f"gradients ({listed(wrong)})"
+            return f"the {what} of a step are {value}; look for log(0), division by 0, or overflow"
+    return ""
 
 
-def moves(step: Step) -> bool:
-    """Whether a step changes something on the first device."""
-    return any(a.any() for a in step.changes[0].values())
-
-
-def join_parts(devices: list[Arrays], name: str, whole: np.ndarray | None, extra: int) -> None:
-    """Put an array together, if each device has a part of it. extra: axes before those of the array."""
-    parts = [arrays[name] for arrays in devices if name in arrays]
-    if whole is None or len(parts) < len(devices) or any(part.shape[extra:] == whole.shape for part in parts):
-        return
-    flat_parts = [part.reshape(*part.shape[:extra], -1) for part in parts]
-    if sum(part.shape[-1] for part in flat_parts) == whole.size and len({p.shape[:-1] for p in flat_parts}) == 1:
-        joined = np.concatenate(flat_parts, axis=-1).reshape(*flat_parts[0].shape[:-1], *whole.shape)
-        for arrays in devices:
-            arrays[name] = joined
-
-
-def common(first: Arrays, second: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays that both have, in the same shape."""
-    names = [name for name, a in second.items() if name in first and first[name].shape == a.shape]
-    return {name: first[name] for name in names}, {name: second[name] for name in names}
-
-
-def tolerances(arrays: Arrays) -> dict[str, float]:
-    """How far arrays of float64 may be apart."""
-    least = 1e-2 * norm(flat(arrays, [*arrays]))
-    return {name: TOLERANCE["float64"] * max(norm(a), least) for name, a in arrays.items()}
+def only(devices: Sequence[Arrays], names: Collection[str]) -> list[Arrays]:
+    """The arrays of each device that have these names."""
+    return [{name: a for name, a in arrays.items() if name in names} for arrays in devices]
 
 
 def wrong_losses(several: Sequence[np.ndarray], one: Sequence[np.ndarray], n: int) -> str:
@@ -102,13 +80,30 @@ def norm(array: Any) -> float:
     return float(np.linalg.norm(array))
 
 
-def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
+def flat(arrays: Arrays, names: Collection[str]) -> np.ndarray:
     return np.concatenate([np.ravel(arrays[name]) for name in names] or [np.zeros(0)])
 
 
-def far(change: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
-    """The arrays that differ by more than a bound, or are not finite."""
-    return [n for n, array in expected.items() if n in change and not norm(change[n] - array) <= bound[n]]
+def total(parts: Sequence[Arrays], names: Collection[str]) -> Arrays:
+    """The sum of some arrays by name."""
+    return {name: np.sum([part[name] for part in parts], axis=0) for name in names}
+
+
+def differing(found: Arrays, expected: Arrays, bound: dict[str, float]) -> list[str]:
+    """The arrays that differ from what is expected by more than a bound (a norm), or are not finite."""
+    both = {name: (found[name], a) for name, a in expected.items() if name in found}
+    return [name for name, (a, b) in both.items() if a.shape != b.shape or not norm(a - b) <= bound[name]]
+
+
+def unequal(devices: Sequence[Arrays]) -> list[str]:
+    """The arrays that are not the same on all devices."""
+    first, *others = devices or [Arrays()]
+    return [name for name, a in first.items() if not all(np.array_equal(a, other.get(name, ())) for other in others)]
+
+
+def is_close(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
+    """Whether arrays of the same shape are equal (nan is equal to nan), or differ by at most a limit (a norm)."""
+    return np.array_equal(a, b, equal_nan=True) or norm(a - b) <= limit < np.inf
 
 
 def places(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
@@ -118,10 +113,10 @@ def places(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
     if not right and sum(m.sum() for m in wrong.values()) > 0.5 * sum(np.count_nonzero(v) for v in expected.values()):
         return ""
     counts = {name: f"{mask.sum()} of {mask.size} elements of {name}" for name, mask in wrong.items()}
-    return " of " + some([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
+    return " of " + listed([counts[name] if mask.mean() < 0.5 else name for name, mask in wrong.items()])
 
 
-def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
+def fitted_weights(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.ndarray | None:
     """The weights with which a result is a sum of parts, except for a rest; None if it is no such sum, or too short to
     tell."""
     if result.size <= len(parts) or not np.isfinite(result).all():
@@ -131,31 +126,6 @@ def fitted(result: np.ndarray, parts: Sequence[np.ndarray], rest: float) -> np.n
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
 
 
-def some(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def differ(names: Sequence[str], how: str = "") -> str:
-    return f"{some(names)} {how}{'differs' if len(names) == 1 else 'differ'}"
-
-
-def them(names: Sequence[str]) -> str:
-    return "it" if len(names) == 1 else "them"
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Whether arrays have the same shape and elements; nan is equal to nan."""
-    return np.array_equal(a, b, equal_nan=True)
-
-
-def near(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
-    """Whether arrays are equal, or differ by at most a limit (a norm)."""
-    return equal(a, b) or norm(a - b) <= limit < np.inf
-
-
-def names_that_differ(devices: Sequence[Arrays]) -> str:
-    """The first names of arrays that are not the same on all devices."""
-    if not devices:
-        return ""
-    first, *others = devices
-    return some([n for n, a in first.items() if not all(np.array_equal(a, other.get(n, ())) for other in others)])

@@ -6,7 +6,6 @@ with arrays that are divided among the devices.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,8 @@ import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
 from gluon_mgpu.check.arrays import norm
-from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
+from gluon_mgpu.check.driver import changes as changes_of
 from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import Send
@@ -49,8 +50,8 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
 
 
 class JAX(Driver):
-    """seconds: the limit of a step. one: the shapes of the state on one device. draws: whether a step draws random
-    numbers. done: what has run of the file's functions."""
+    """seconds: the limit of a step. shapes: of the state on one device. draws: whether a step draws random numbers.
+    done: what has run of the file's functions."""
 
     divides = "split_and_load"
     advice = {
@@ -60,9 +61,8 @@ class JAX(Driver):
     }
 
     def __init__(self, file: str, seconds: float) -> None:
-        self.file, self.seconds, self.batches = file, seconds, dict[tuple[int, int], Any]()
-        self.sessions = dict[tuple[Any, ...], Session]()
-        self.one, self.draws, self.done = dict[str, Any](), False, reached.Done()
+        self.file, self.seconds = file, seconds
+        self.shapes, self.draws, self.done = dict[str, Any](), False, reached.Done()
         self.has_replicas, self.has_batches = self._in_process(_form)
         self.uneven = self.has_replicas
 
@@ -81,9 +81,7 @@ class JAX(Driver):
             batch = module.example_batch(n)
             return jax.tree.map(np.asarray, batch if isinstance(batch, (list, tuple)) else [batch])
 
-        if (i, n) not in self.batches:
-            self.batches[i, n] = self._in_process(draw) if self.has_batches else super().batch(i, n)
-        return self.batches[i, n]
+        return self._in_process(draw) if self.has_batches else super().batch(i, n)
 
     def take(self, batch: Any, examples: Sequence[int]) -> Any:
         return jax.tree.map(lambda array: array[[*examples]], batch)
@@ -101,63 +99,57 @@ class JAX(Driver):
         except UsageError:  # the step fails, too
             return None
 
-    def run(
-        self, k: int, batches: Sequence[Any], double: bool = False, constant: bool = False, seed: int = 0, **_: Any
-    ) -> Session:
-        """constant: all random numbers are the same. Steps on one device are taken once for all numbers of others."""
-        contents = [np.asarray(a).tobytes() for batch in batches for a in jax.tree.leaves(batch)]
-        key = (k, double, constant, seed, *contents)
-        if key not in self.sessions:
-            self.sessions = {old: session for old, session in self.sessions.items() if old[0] == 1}
-            self.sessions[key] = self._run(k, batches, double, constant, seed)
-        return copy.deepcopy(self.sessions[key])
-
-    def _run(self, k: int, batches: Sequence[Any], double: bool, constant: bool, seed: int) -> Session:
-        side = Side(self.file, k, self.has_replicas, double, constant, self.one)
+    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, constant: bool = False) -> Session:
+        """constant: all random numbers are the same."""
+        side = Side(self.file, k, self.has_replicas, options.double, constant, self.shapes)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
-        session = Session(failure=outcome.failure, late=outcome.late)
-        for i, [(facts, done, before, after, rest)] in enumerate(outcome.stages):
-            session.facts |= facts
-            for function, ran in done.items():
-                self.done.setdefault(function, set()).update(ran)
+        session, before = Session(failure=outcome.failure, late=outcome.late), list[Arrays]()
+        for i, [(facts, done, now, rest)] in enumerate(outcome.stages):
+            session.facts, now = facts, joined(now, self.shapes)
+            reached.add(self.done, done)
             if i:
-                session.add(before, after)
-                session.steps[-1].rest = rest
+                session.steps.append(StepResult(changes_of(before, now), rest=rest))
             else:
-                session.start, session.kept = after, rest
-        self.draws |= bool(session.facts.get("draws"))
+                session.start, session.kept = now, rest
+            before = now
+        self.draws |= session.facts.draws
         if k == 1 and session.start:
-            self.one = {name: a.shape for name, a in session.start[0].items()}
+            self.shapes = {name: a.shape for name, a in session.start[0].items()}
         return session
 
     def missed(self) -> list[str]:
         return reached.missed(self.done)
 
-    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
-        self.notes.clear()
+    def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         if is_wrong:
             yield self._drawn(k) if self.draws else ("several", "")
             return
         if not self.uneven:
-            self.notes.append("uneven batches were not checked: a NamedSharding divides only even ones")
+            note("uneven batches were not checked: a NamedSharding divides only even ones")
+        yield "accuracy", self._accuracy
+
+    @cached_property
+    def _accuracy(self) -> str:
+        """What is wrong with the file's `evaluate_accuracy`."""
         X, *_ = self.batch(0, 11)
 
         def accuracy(module: ModuleType) -> str:
             return of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
 
-        yield "accuracy", self._in_process(accuracy)
+        return self._in_process(accuracy)
 
     def _drawn(self, k: int) -> Claim:
         """Whether a step is wrong because each device draws random numbers."""
         batch = self.batch(0, 12 * k)
-        still = [self.run(count, [batch], double=True, constant=True) for count in (k, 1)]
+        double = Options(double=True)
+        still = [self.run(count, [batch], double, constant=True) for count in (k, 1)]
         if not all(session.steps for session in still) or not _equal(
             *(session.steps[0].changes[0] for session in still)
         ):
             return "several", ""  # there is another reason
         parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
         sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
-        sessions = [self.run(count, [part], double=True) for count, part in sides]
+        sessions = [self.run(count, [part], double) for count, part in sides]
         if not all(session.steps for session in sessions):
             return "several", ""
         several, *alone = (session.steps[0].changes[0] for session in sessions)
@@ -178,7 +170,7 @@ class Side:
     double: bool
     constant: bool
     shapes: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
 
     def take_steps(self, batches: Sequence[Any], send: Send) -> None:
         """Send the state of each device before the first step; after each step also what the file keeps."""
@@ -191,15 +183,12 @@ class Side:
         state = self._placed(module, module.init_params())
         self.is_drawing = False
         self._watch()
-        state = jax.tree.map(self._own, state)
-        now, done = self._read(state), reached.Done()
-        send((self.facts, done, now, now, kept(module, jax.devices())))
+        state, done = jax.tree.map(self._own, state), reached.Done()
+        send((self.facts, done, self._read(state), kept(module, jax.devices())))
         for batch in batches:
             with nullcontext() if self.double else reached.traced(done):  # it takes long; the lines are the same
-                before, state = now, self._step(module, jax.tree.map(self._own, batch), state)
-            now, rest = self._read(state), kept(module, jax.devices())
-            self.facts["others"] = [*rest[0]]
-            send((self.facts, done, before, now, rest))
+                state = self._step(module, jax.tree.map(self._own, batch), state)
+            send((self.facts, done, self._read(state), kept(module, jax.devices())))
 
     def _own(self, a: Any) -> Any:
         """An array in this side's precision."""
@@ -260,7 +249,7 @@ class Side:
         def noted(*args: Any, **params: Any) -> Any:
             name = str(np.dtype(params["new_dtype"]))
             if name in LOW:
-                self.facts["low"] = name
+                self.facts.low = name
             if self.double and not self.is_drawing and jnp.issubdtype(params["new_dtype"], jnp.floating):
                 params["new_dtype"] = np.dtype(np.float64)
             return bind(*args, **params)
@@ -275,7 +264,7 @@ class Side:
         def drawn(*args: Any, **options: Any) -> Any:
             if self.is_drawing:
                 return draw(*args, **options)
-            self.is_drawing, self.facts["draws"] = True, True
+            self.is_drawing = self.facts.draws = True
             try:
                 bound = inspect.signature(draw).bind(*args, **options)
                 bound.apply_defaults()
@@ -321,6 +310,16 @@ def arrays(state: Any) -> Iterator[tuple[str, Any]]:
         if not jnp.issubdtype(getattr(a, "dtype", float), jax.dtypes.prng_key):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             yield name if not name[:1].isdigit() else f"params{jax.tree_util.keystr(path)}", a
+
+
+def joined(devices: list[Arrays], shapes: dict[str, Any]) -> list[Arrays]:
+    """The arrays of each device. Those of which each has a part, as with ZeRO, are put together. shapes: on one."""
+    whole = dict[str, np.ndarray]()
+    for name, shape in shapes.items():
+        parts = [arrays[name].ravel() for arrays in devices if name in arrays and arrays[name].shape != shape]
+        if len(parts) == len(devices) and sum(map(len, parts)) == np.prod(shape, dtype=int):
+            whole[name] = np.concatenate(parts).reshape(shape)
+    return [{**arrays, **whole} for arrays in devices]
 
 
 def _as(value: Any, dtype: Any, new: Any) -> Any:

@@ -2,47 +2,36 @@
 
 `compare` lets a driver take the same steps on several devices and on one, in float32 and in float64, each time with a
 fresh copy of the user's code. In float64, rounding is so small that it cannot be confused with a mistake. If a step
-differs, `Evidence` tells from what each device's examples add to the update what went wrong. Needs only NumPy.
+differs, `evidence` tells what went wrong. Needs only NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from gluon_mgpu.check.arrays import (
+    ROUNDING,
     TOLERANCE,
-    are_means,
-    common,
-    differ,
+    differing,
     distance,
-    equal,
-    far,
-    fitted,
     flat,
-    join_parts,
-    moves,
-    names_that_differ,
-    near,
+    listed,
     norm,
     not_finite,
-    places,
-    some,
-    them,
-    tolerances,
+    only,
+    unequal,
     wrong_losses,
     wrong_split,
 )
-from gluon_mgpu.check.driver import UNITS, Arrays, Claim, Driver, Session, Shards, Step
+from gluon_mgpu.check.driver import UNITS, Claim, Driver, Options, Session, Shards
+from gluon_mgpu.check.evidence import CAUSES, LEFT, Evidence, usual_parts
+from gluon_mgpu.check.sides import Sides
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 3  # verdicts; also the exit status of the command
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative error of one operation
 EXAMPLES = 12  # at least, in a batch
 MOST = 16  # steps, until one changes something
-LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 NOT_COMPARED = {"runs", "compared", "repeatable"}
 BEGINNINGS = {
     **dict.fromkeys(NOT_COMPARED, "cannot be compared with one {unit}"),
@@ -85,7 +74,7 @@ class Report:
     @property
     def line(self) -> str:
         """What to tell the user, whatever the verdict."""
-        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *dict.fromkeys(self.how)])
+        return self.verdict or ", ".join([f"takes the same step as on one {self.unit}", *self.how])
 
     def explain(self) -> str:
         """The verdict and the numbers, one per line."""
@@ -95,345 +84,231 @@ class Report:
 def compare(driver: Driver, numbers: Sequence[int], steps: int = 3, even: bool = False) -> Report:
     """Compare `steps` steps, and one with an uneven batch, on several numbers of devices and on one, until a claim does
     not hold. even: the uneven batch may differ; then there is a warning."""
-    report = Report(unit=driver.unit)
+    report, references = Report(unit=driver.unit), dict[int, Reference]()
     for k in numbers:
-        for claim, reason in _Comparison(driver, k, steps, even, report).claims():
+        n = -(-EXAMPLES // k) * k
+        reference = references.setdefault(n, Reference(driver, n, steps))
+        for claim, reason in Comparison(driver, k, reference, even, report).claims():
             report.claims[claim] = f"with {k} {UNITS[driver.unit]}: {reason}" if reason and k != numbers[0] else reason
             if reason:
                 return report
     return report
 
 
-class _Comparison:
-    """Steps on k devices and on one. one, several: sessions in float32; double: those in float64, several first. first:
-    the first step that changes something. weak: why not all steps were taken in float64. ignored: the running
-    statistics; unsynced: those that the step itself must make equal. left_out: arrays that are not compared."""
+class Reference:
+    """Steps on one device: some with n examples and, if the driver can, one with an uneven batch.
 
-    def __init__(self, driver: Driver, k: int, steps: int, even: bool, report: Report) -> None:
-        self.driver, self.k, self.steps, self.even, self.unit = driver, k, steps, even, driver.unit
-        self.how, self.notes = report.how, report.notes
-        self.first, self.shards, self.left_out = 0, list[Shards](), set[str]()
-        self._draw(steps)
+    first: the first step that changes something. is_stale: whether a step uses the gradients of an earlier batch.
+    """
 
-    def _draw(self, steps: int) -> None:
-        n, self.steps = -(-EXAMPLES // self.k) * self.k, steps
-        self.sizes = [n] * steps + [n + 1] * self.driver.uneven
-        self.batches = [self.driver.batch(i, size) for i, size in enumerate(self.sizes)]
+    def __init__(self, driver: Driver, n: int, steps: int) -> None:
+        self.driver, self.n, self.wanted = driver, n, steps
+        self.session, self.first, self.is_stale = Session(), 0, False
 
     def claims(self) -> Iterator[Claim]:
-        yield from self._on_one()
-        self._take_steps()
-        yield "compared", self.several.facts.get("reason") or ""
-        yield "compared", self._leave_out()
-        self._leave_own()
-        names = names_that_differ(self.several.start)
-        reason = f"the {UNITS[self.unit]} start with different parameters ({names}); give each a copy of the same"
-        yield "start", reason if names else ""
-        names = names_that_differ([*self.one.start[:1], *self.several.start[:1]])
-        reason = f"it starts with other parameters ({names}); draw them with the same seed in every {self.unit}"
-        yield "compared", reason if names else ""
-        if self.several.steps:
-            reason = f"float64 fails ({self.weak}), and the rounding of {self.low} hides mistakes"
-            yield "compared", reason if self.weak and self.low != "float32" else ""
-        wrong = self._first_wrong()
-        if wrong and self.even and wrong[0] == self.steps:
-            self.notes.append(f"warning: uneven batches are wrong: {wrong[2]}")
-            wrong = None
-        if not wrong:
-            yield from self._right()
-        yield from self.driver.checks(self.k, bool(wrong))
-        for note in self.driver.notes:
-            self._note(note)
-        stale = "a step uses the gradients of an earlier batch; update with those of its own"
-        if wrong and self.weak and self.several.steps:
-            wrong = (*wrong[:2], f"{wrong[2]} (compared only in float32, because float64 fails: {self.weak})")
-        yield wrong[1:] if wrong else ("update", stale if self.is_stale else "")
-
-    def _run(self, k: int, batches: Sequence[Any], **options: Any) -> Session:
-        """Take steps; put together what is divided among the devices, and leave out what is not compared."""
-        session = self.driver.run(k, batches, **options)
-        whole = self.one.start[0] if self.one.start else {}
-        for devices, extra in [(session.start, 0), *((step.changes, 0) for step in session.steps)] + [
-            (step.grads, 1) for step in session.steps
-        ]:
-            for name in [*devices[0]] if k > 1 and devices else ():
-                join_parts(devices, name, whole.get(name), extra)
-            for arrays in devices:
-                for name in self.left_out & {*arrays}:
-                    del arrays[name]
-        return session
-
-    def _leave_out(self) -> str:
-        """Leave out the arrays that are others on one device. Returns a reason if these are parameters."""
-        starts = [*self.one.start, *self.several.start]
-        if len(starts) < 2:
-            return ""
-        shapes = [{name: a.shape for name, a in start.items()} for start in starts]
-        every = dict.fromkeys(name for of_device in shapes for name in of_device)
-        names = [name for name in every if len({of_device.get(name) for of_device in shapes}) > 1]
-        params = {*(self.one.facts.get("params") or every)} | {*(self.several.facts.get("params") or ())}
-        if {*names} & params or len(names) == len(every) > 0:
-            return f"it has arrays of other shapes ({some(names)}); leave what is divided out of the state"
-        self._delete(names)
-        if names:
-            self.notes.append(f"warning: not compared, because the {UNITS[self.unit]} divide it: {some(names)}")
-        return ""
-
-    def _leave_own(self) -> None:
-        """Leave out state that is no parameter, such as a moment, if each device has another one: sums of such arrays
-        may be right, and what depends on them is compared."""
-        session, own = self.double[0] if self.in_double else self.several, list[str]()
-        for name in self.several.facts.get("soft") or ():
-            found = [[d[name] for d in devices if name in d] for devices in (session.start, *self._changes(session))]
-            pairs = [(a, arrays[0]) for arrays in found for a in arrays[1:]]
-            if any(norm(a - b) > TOLERANCE["float64" if self.in_double else self.low] * norm(b) for a, b in pairs):
-                own.append(name)
-        self._delete(own)
-        if own:
-            advice = f"synchronize {them(own)} if evaluation uses {them(own)}"
-            self._note(f"warning: {differ(own)} between the {UNITS[self.unit]}; {advice}")
-
-    def _changes(self, session: Session) -> list[list[Arrays]]:
-        return [step.changes for step in session.steps]
-
-    def _delete(self, names: Sequence[str]) -> None:
-        """Do not compare some arrays."""
-        self.left_out |= {*names}
-        for session in (self.one, self.several, *self.double):
-            for devices in [session.start, *self._changes(session), *(step.grads for step in session.steps)]:
-                for arrays in devices:
-                    for name in self.left_out & {*arrays}:
-                        del arrays[name]
-
-    def _on_one(self) -> Iterator[Claim]:
-        """Whether there is a step on one device to compare with."""
-        self.one = one = self.driver.run(1, self.batches)
-        yield "compared", one.facts.get("reason") or ""
-        yield "runs", one.failure if len(one.steps) < self.steps else not_finite(one.steps[0])
-        steps = self.steps
-        if not any(map(moves, one.steps)):
-            self._draw(MOST)
-            one = self.driver.run(1, self.batches)
+        """Take the steps, once for all numbers of devices. Whether there is something to compare with."""
+        if self.session.steps:
+            return
+        self._take(self.wanted)
+        yield "compared", self.session.facts.reason
+        even = self.session.steps[: self.wanted]
+        yield "runs", self.session.failure if len(even) < self.wanted else not_finite(even)
+        if self._first_that_moves() is None:
+            self._take(MOST)
+            if self._first_that_moves() is None and self.driver.finds_more(self.session):
+                self._take(self.wanted)
             claim, reason = self.driver.still
-            yield claim, "" if any(map(moves, one.steps)) else reason
-        self.first = next((i for i, step in enumerate(one.steps) if moves(step)), 0)
+            yield claim, reason if self._first_that_moves() is None else ""
+        self.first = self._first_that_moves() or 0
         if self.first:
-            self._draw(self.first + steps)
-            self.one = one = self.driver.run(1, self.batches)
+            self._take(self.first + self.wanted)
         yield "update", ""
-        last = min(self.first + 1, len(self.batches) - 1)
+        yield "repeatable", self._draws()
+
+    @cached_property
+    def exact(self) -> Session:
+        """The same steps in float64."""
+        return self.driver.run(1, self.batches, Options(double=True))
+
+    def _take(self, steps: int) -> None:
+        """steps: with even batches."""
+        self.steps, self.sizes = steps, [self.n] * steps + [self.n + 1] * self.driver.uneven
+        self.batches = [self.driver.batch(i, size) for i, size in enumerate(self.sizes)]
+        self.session = self.driver.run(1, self.batches)
+
+    def _first_that_moves(self) -> int | None:
+        return next((i for i, step in enumerate(self.session.steps) if step.moves), None)
+
+    def _draws(self) -> str:
+        """Whether a step draws random numbers. The steps are taken again, and then one with another batch."""
+        after, steps = self.first + 1, self.session.steps
+        last = min(after, len(self.batches) - 1)
         other = self.driver.take(self.batches[last], [0] * self.sizes[last])
-        again = self.driver.run(1, [*self.batches[: self.first + 1], other], seed=1)
-        same = [not names_that_differ([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, one.steps)]
+        again = self.driver.run(1, [*self.batches[:after], other], Options(seed=1))
+        same = [not unequal([a.changes[0], b.changes[0]]) for a, b in zip(again.steps, steps)]
+        self.is_stale = same[after:] == [step.moves for step in steps[after : after + 1]] == [True]
         reason = "a step draws random numbers, so that the same step twice gives different results; draw none"
-        yield "repeatable", "" if same[: self.first + 1] == [True] * (self.first + 1) else reason
-        after = self.first + 1
-        self.is_stale = same[after:] == [moves(step) for step in one.steps[after : after + 1]] == [True]
+        return "" if same[:after] == [True] * after else reason
+
+
+class Comparison:
+    """Steps on k devices and on one.
+
+    sides: in the precision of the code. exact: in float64, if that works. weak: why it does not. shards: the examples
+    that batch normalization sees at a time.
+    """
+
+    def __init__(self, driver: Driver, k: int, reference: Reference, even: bool, report: Report) -> None:
+        self.driver, self.k, self.reference, self.even, self.report = driver, k, reference, even, report
+        self.unit, self.units = driver.unit, UNITS[driver.unit]
+        self.shards = list[Shards]()
+
+    def claims(self) -> Iterator[Claim]:
+        yield from self.reference.claims()
+        self._take_steps()
+        yield from self._starts()
+        reason = f"float64 fails ({self.weak}), and the rounding of {self.sides.precision} hides mistakes"
+        yield "compared", reason if self.weak and self.sides.precision != "float32" else ""
+        claim, reason = self._first_wrong()
+        if not reason:
+            yield from self._right()
+        yield from self.driver.checks(self.k, bool(reason), self._note)
+        if reason and self.weak:
+            reason += f" (compared only in float32, because float64 fails: {self.weak})"
+        if not reason and self.reference.is_stale:
+            reason = "a step uses the gradients of an earlier batch; update with those of its own"
+        yield claim, reason
+
+    # Stage 1: the steps
 
     def _take_steps(self) -> None:
-        driver, batches = self.driver, self.batches
-        is_normalized = self.one.facts.get("normalized")
-        if is_normalized:
-            found = [driver.split(self.k, batch, size) for batch, size in zip(batches, self.sizes)]
-            self.shards = [self._parts(examples, size) for examples, size in zip(found, self.sizes)]
-            self.how.append(f"batch normalization of the examples of each {self.unit}")
-        self.several = self._run(self.k, batches)
-        if is_normalized:
-            self.one = self._run(1, batches, shards=self.shards)
-        self.double = [Session(), Session()]
-        if self.several.steps:
-            self.double = [self._run(n, batches, double=True, shards=self.shards) for n in (self.k, 1)]
-        pairs = zip(self.double, (self.several, self.one))
-        short = [double for double, single in pairs if len(double.steps) < min(len(single.steps), self.steps)]
+        reference, how, run = self.reference, list[str](), self.driver.run
+        batches, one = reference.batches, reference.session
+        if one.facts.normalized:
+            found = [self.driver.split(self.k, batch, n) for batch, n in zip(batches, reference.sizes)]
+            self.shards = [usual_parts(examples, self.k, n) for examples, n in zip(found, reference.sizes)]
+            how = [f"batch normalization of the examples of each {self.unit}"]
+        several = run(self.k, batches)
+        if self.shards:
+            one = run(1, batches, Options(shards=self.shards))
+        exact = Session(), Session()
+        if several.steps:
+            options = Options(double=True, shards=self.shards)
+            exact = run(self.k, batches, options), run(1, batches, options) if self.shards else reference.exact
+        pairs = zip(exact, (several, one))
+        short = [a for a, b in pairs if len(a.steps) < min(len(b.steps), reference.steps)] if several.steps else []
         self.weak = short[0].failure or "it takes too long" if short else ""
-        self.in_double = all(session.steps for session in self.double)
-        facts = [session.facts for session in (self.one, self.several, *self.double)]
-        self.low = max((f.get("low") or "float32" for f in facts), key=ROUNDING.__getitem__)
-        self.how[:0] = dict.fromkeys(text for f in facts for text in f.get("how", []))
-        self.ignored = {*(self.one.facts.get("statistics") or ())}
-        synced = self.several.facts.get("synced") or ()
-        self.unsynced = set() if synced is True else self.ignored - {*synced}
+        facts = [session.facts for session in (one, several, *exact)]
+        self._how(*(text for of_session in facts for text in of_session.how), *how)
+        precision = max((of_session.low for of_session in facts), key=ROUNDING.__getitem__)
+        self.sides, self.exact = Sides(several, one, precision), Sides(*exact, "float64")
 
-    def _parts(self, examples: Shards | None, n: int) -> Shards:
-        """The examples of each device, if they are known, or those that it would usually have."""
-        is_known = examples and all(examples) and not wrong_split(examples, n)
-        return examples if examples and is_known else [part.tolist() for part in np.array_split(range(n), self.k)]
+    def _starts(self) -> Iterator[Claim]:
+        """Whether all start with the same arrays."""
+        several, one, names = self.sides.several, self.sides.one, self.sides.names
+        yield "compared", several.facts.reason
+        divided = self.sides.divided
+        reason = f"it has arrays of other shapes ({listed(divided)}); leave what is divided out of the state"
+        yield "compared", reason if {*divided} & {*(one.facts.params or divided), *several.facts.params} else ""
+        if divided:
+            self._note(f"warning: not compared, because the {self.units} divide it: {listed(divided)}")
+        starts = only(several.start, names)
+        other = listed(unequal(starts))
+        reason = f"the {self.units} start with different parameters ({other}); give each a copy of the same"
+        yield "start", reason if other else ""
+        other = listed(unequal([*only(one.start, names), *starts[:1]]))
+        reason = f"it starts with other parameters ({other}); draw them with the same seed in every {self.unit}"
+        yield "compared", reason if other else ""
 
-    def _first_wrong(self) -> tuple[int, str, str] | None:
-        """The first step that fails or differs, a claim, and the reason."""
-        for i in range(len(self.one.steps)):
-            uneven = i == self.steps
-            if len(self.several.steps) <= i:
-                claim = "compared" if self.several.late else "several"
-                only = f"only with uneven batches ({self.sizes[i]} examples): " if uneven else ""
-                return i, claim, only + self.several.failure
-            if self._differs(i):
-                if i <= self.first or uneven:
-                    return i, *self._diagnose(i)
-                return i, "update", self._later(i)
-        if len(self.one.steps) < len(self.sizes):
-            self.notes.append(
-                f"warning: uneven batches ({self.sizes[-1]} examples) are not compared, because they fail on one "
-                f"{self.unit}: {self.one.failure}"
-            )
-        return None
+    # Stage 2: the first step that is wrong, and why
 
-    def _sides(self, i: int) -> tuple[Step, Step, bool]:
-        """Step i on several devices and on one, and whether both are in float64."""
-        double = all(len(session.steps) > i for session in self.double)
-        several, one = (session.steps[i] for session in (self.double if double else (self.several, self.one)))
-        return several, one, double
+    def _first_wrong(self) -> Claim:
+        """A claim that does not hold, and the reason; no reason if all steps are right."""
+        reference, steps = self.reference, len(self.sides.one.steps)
+        for i in range(steps):
+            claim, reason = self._judged(i)
+            if reason and self.even and i == reference.steps:
+                self._note(f"warning: uneven batches are wrong: {reason}")
+            elif reason:
+                return claim, reason
+        if steps < len(reference.sizes):
+            uneven = f"uneven batches ({reference.sizes[-1]} examples)"
+            failure = f"because they fail on one {self.unit}: {self.sides.one.failure}"
+            self._note(f"warning: {uneven} are not compared, {failure}")
+        return "update", ""
 
-    def _differs(self, i: int) -> bool:
-        """Whether step i on several devices is another one."""
-        several, one, double = self._sides(i)
-        statistics = [{n: change[n] for n in self.unsynced} for change in self.several.steps[i].changes]
-        losses = wrong_losses(several.losses, one.losses, self.sizes[i])
-        return bool(names_that_differ(statistics) or losses or self._wrong_arrays(several, one, double))
-
-    def _wrong_arrays(self, several: Step, one: Step, double: bool) -> list[str]:
-        ignored = self.ignored | self._without_gradient([*one.grads, *several.grads], double)
-        expected = {name: a for name, a in one.changes[0].items() if name not in ignored}
-        bound = self.bounds(expected, double)
-        wrong = {name for change in several.changes for name in far(change, expected, bound)}
-        return [name for name in expected if name in wrong]
-
-    def _without_gradient(self, grads: Sequence[Arrays], double: bool) -> set[str]:
-        """The arrays whose gradients are 0 except for rounding in float64, as of a bias before batch normalization.
-        Adam makes a large step of them."""
-        names = grads[0] if grads and double and self.one.facts.get("adaptive", True) else ()
-        sizes = {n: [norm(g.get(n, 0)) / (norm(flat(g, [*g])) or 1) for g in grads] for n in names}
-        return {n for n, of_name in sizes.items() if 0 < max(of_name) < 1e-10}
-
-    def bounds(self, expected: Arrays, double: bool, parts: Sequence[Arrays] = ()) -> dict[str, float]:
-        """How far rounding can move each array (a norm). parts: what an update is the sum of."""
-        tolerance, least = TOLERANCE["float64" if double else self.low], 1e-2 * norm(flat(expected, [*expected]))
-        bound = {n: tolerance * max(norm(a), least, sum(norm(p[n]) for p in parts)) for n, a in expected.items()}
-        if not double:  # a small change of a large number
-            bound = {n: limit + 8 * ROUNDING["float32"] * norm(self.one.start[0][n]) for n, limit in bound.items()}
-        return bound
-
-    def _rates(self, several: Step, one: Step, i: int) -> str:
-        """Whether an optimizer has other settings, such as the learning rate."""
-        for key, value in one.rates[0].items() if one.rates else ():
-            found = [rates.get(key, value) for rates in several.rates]
-            wrong = [rank for rank, rate in enumerate(found) if abs(rate - value) > 1e-9 * abs(value)]
-            if wrong:
-                setting = "learning rate" if key.startswith("lr ") else key.partition(" ")[0]
-                of = f" of {self.unit} {wrong[0]}" if len(wrong) < len(found) else ""
-                when, on = f" in step {i + 1}" if i else "", f"on {self.k} {UNITS[self.unit]}, and {value:g} on one"
-                return f"the {setting}{of} is {found[wrong[0]]:g}{when} {on}; use the same one on any number"
-        return ""
-
-    def _later(self, i: int) -> str:
-        """What is wrong with step i, if the steps before were right."""
-        several, one, double = self._sides(i)
-        wrong = self._wrong_arrays(several, one, double)
-        right = [name for name, a in one.changes[0].items() if name not in wrong and a.any()]
-        if rates := self._rates(several, one, i):
-            pairs = [(grads, one.grads[0]) for grads in several.grads] if one.grads else []
-            if all(not far(*common(a, b), tolerances(b)) for a, b in pairs):
-                return rates
-        names = f" ({some(wrong)})" if wrong and right else ""
-        own, others = self._rest(i - 1)
-        advice = (
-            f"{differ(own + others, 'already ')} before this step; compute {them(own + others)} from all examples"
-            if own + others
-            else LEFT
+    def _judged(self, i: int) -> Claim:
+        """What is wrong with step i."""
+        reference, several, sides = self.reference, self.sides.several, self._sides(i)
+        uneven = i == reference.steps
+        if len(several.steps) <= i:
+            only = f"only with uneven batches ({reference.sizes[i]} examples): " if uneven else ""
+            return "compared" if several.late else "several", only + several.failure
+        here, there = sides.step(i)
+        wrong = sides.wrong(here, there)
+        losses = wrong_losses(here.losses, there.losses, reference.sizes[i])
+        if not (wrong or losses or sides.unsynced(several.steps[i].changes)):
+            return "update", ""
+        chosen = slice(0 if i <= reference.first else i, i + 1)
+        changed = {name for step in sides.one.steps for name, a in step.changes[0].items() if a.any()}
+        evidence = Evidence(
+            self.driver,
+            sides,
+            changed & {*sides.names},
+            self.k,
+            i,
+            reference.sizes[i],
+            reference.batches[chosen],
+            self.shards[chosen],
         )
+        if i > reference.first and not uneven and not evidence.is_wrong_alone:
+            return "update", self._later(i, wrong)
+        return next((claim, reason) for claim, cause in CAUSES if (reason := cause(evidence)))
+
+    def _sides(self, i: int) -> Sides:
+        """Those that have taken step i, in float64 if possible."""
+        return self.exact if len(self.exact) > i else self.sides
+
+    def _later(self, i: int, wrong: Sequence[str]) -> str:
+        """What is wrong with step i, if the steps before were right."""
+        sides = self._sides(i)
+        several, one = sides.step(i)
+        expected = one.grads[0] if one.grads else {}
+        gradients = [differing(found, expected, sides.bounds(expected)) for found in several.grads]
+        if (rates := sides.wrong_rates(several, one, i, self.unit)) and not any(gradients):
+            return rates
+        right = [name for name, a in one.changes[0].items() if name not in wrong and a.any()]
+        names = f" ({listed(wrong)})" if wrong and right else ""
+        state = listed(sum(self._sides(i - 1).other_state(i - 1), []))
+        advice = f"other state already differs before it ({state}); compute it from all examples" if state else LEFT
         return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {advice}"
 
-    def _diagnose(self, i: int) -> Claim:
-        """What is wrong with step i, taken by fresh copies of the code, after those before it if none has moved."""
-        driver, n, k, shards = self.driver, self.sizes[i], self.k, self.shards
-        chosen = slice(0 if i <= self.first else i, i + 1)
-        batches = self.batches[chosen]
-        of_batches = shards[chosen]
-
-        def taken(*sides: tuple[int, Any, Any], **options: Any) -> list[Step]:
-            """The last step on each side; empty if one fails."""
-            sessions = [self._run(k, some, double=self.in_double, shards=s, **options) for k, some, s in sides]
-            complete = all(len(session.steps) == len(batches) for session in sessions)
-            return [session.steps[-1] for session in sessions] if complete else []
-
-        def is_right(some: Sequence[Any], **options: Any) -> bool:
-            both = taken((k, some, ()), (1, some, of_batches), **options)
-            return bool(both) and not self._wrong_arrays(both[0], both[1], self.in_double)
-
-        examples = driver.split(k, batches[-1], n)
-        if examples and (reason := wrong_split(examples, n, driver.divides, self.unit)):
-            return "devices", reason
-        parts = self._parts(examples, n)
-        alone = [(1, [driver.take(batch, part) for batch in batches], ()) for part in parts]
-        steps = taken((k, batches, ()), (1, batches, of_batches), *alone)
-        if not steps:
-            return "update", f"the update differs from that of one {self.unit}"
-        evidence = Evidence(self, parts, *[step.changes for step in steps])
-        replicas = evidence.replicas_differ()
-        of_grads = None
-        if all(step.grads and step.grads[0] for step in steps):
-            # what the optimizer got is a sum, even if what it makes of it is none
-            of_grads = Evidence(self, parts, *[step.grads for step in steps])
-            evidence = of_grads if of_grads.is_wrong() else evidence
-        if evidence is not of_grads and (rates := self._rates(steps[0], steps[1], i)):
-            return "update", rates
-        if own := evidence.not_summed():
-            return "sum", own
-        cause = "update", f"the update differs in step {i + 1}; {LEFT}"
-        if evidence.is_wrong():
-            tests = {
-                "alike": lambda: is_right([driver.take(batch, [0] * n) for batch in batches]),
-                "unclipped": lambda: driver.clips() and is_right(batches, clips=False),
-                "no sum": lambda: self._is_no_sum(steps[1], steps[2:], parts),
-                "begins": lambda: driver.begins(k, batches, double=self.in_double, shards=of_batches),
-            }
-            cause = evidence.update(tests, are_means(steps[0].losses, steps[1].losses))
-        losses = wrong_losses(steps[0].losses, steps[1].losses, n)
-        if losses and (replicas or cause[0] != "sum"):
-            return "losses", losses
-        return ("replicas", replicas) if replicas else cause
-
-    def _is_no_sum(self, whole: Step, alone: Sequence[Step], parts: Shards) -> bool:
-        """Whether, on one device, the gradients of the shards do not add up to those of the batch."""
-        if not whole.raw or not whole.raw[0] or not all(step.raw and step.raw[0] for step in alone):
-            return False
-        total, raws = whole.raw[0], [step.raw[0] for step in alone]
-        names = [name for name in total if all(name in raw for raw in raws)]
-        shares = [len(part) / sum(map(len, parts)) for part in parts]
-        sums = [
-            {n: np.sum([w * raw[n] for w, raw in zip(of, raws)], axis=0) for n in names}
-            for of in (shares, [1] * len(raws))
-        ]
-        expected = {name: total[name] for name in names}
-        return all(far(some, expected, self.bounds(expected, self.in_double, raws)) for some in sums)
+    # Stage 3: what else can be said if all steps are right
 
     def _right(self) -> Iterator[Claim]:
-        """The claims if each step is the same in the precision in which they were compared."""
-        compared = (
-            [{n: a for n, a in change.items() if n not in self.ignored} for change in step.changes]
-            for step in self.several.steps[self.first :]
-        )
-        if rounded := next(filter(None, map(names_that_differ, compared)), ""):
+        driver, reference, sides = self.driver, self.reference, self.sides
+        changes = (only(step.changes, sides.names) for step in sides.several.steps[reference.first :])
+        if rounded := next(filter(None, map(unequal, changes)), []):
             advice = "add in the same order in each, or they drift apart"
-            self.notes.append(f"warning: the replicas differ by rounding ({rounded}); {advice}")
-        left = ""
-        if self.one.facts.get("left"):
-            cleared = self._run(1, self.batches, clear=True, shards=self.shards)
-            pairs = zip(cleared.steps[self.first :], self.one.steps[self.first :])
-            if any(names_that_differ([step.changes[0], other.changes[0]]) for step, other in pairs):
-                left = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
-        yield "update", left
-        examples = self.driver.split(self.k, self.batches[0], self.sizes[0])
-        split = wrong_split(examples, self.sizes[0], self.driver.divides, self.unit) if examples else ""
-        if split and self.driver.infers:
-            self.notes.append(f"warning: {split}, unless this is meant; the update is right")
+            self._note(f"warning: the replicas differ by rounding ({listed(rounded)}); {advice}")
+        yield "update", self._added_to()
+        examples = driver.split(self.k, reference.batches[0], reference.n)
+        split = wrong_split(examples, reference.n, driver.divides, self.unit) if examples else ""
+        if split and driver.infers:
+            self._note(f"warning: {split}, unless this is meant; the update is right")
             split = ""
         yield "devices", split
         for claim in ("sum", "losses", "replicas"):
             yield claim, ""
-        self._compare_rest()
+        last = reference.steps - 1
+        between, from_one = self._sides(last).other_state(last)
+        self._warn_of(between, f"the {self.units} keep different state", "synchronize it")
+        given = [name for name in from_one if name in sides.one.facts.soft]
+        reason = f"what the step is given besides parameters differs ({listed(given)}); compute it from all examples"
+        yield "update", reason if given else ""
+        self._warn_of(from_one, f"state differs from that on one {self.unit}", "correct it")
         if self.weak:
-            self.how.append(
+            self._how(
                 f"compared only in float32, because float64 fails ({self.weak}), so that a mistake of less than "
                 f"{TOLERANCE['float32']:g} of the update is not seen"
             )
@@ -441,213 +316,63 @@ class _Comparison:
             yield from self._rounding()
         yield from self._under_stress()
 
+    def _added_to(self) -> str:
+        """Whether a step adds to gradients that an earlier one has left."""
+        first, one = self.reference.first, self.sides.one
+        if not one.facts.left:
+            return ""
+        cleared = self.driver.run(1, self.reference.batches, Options(clear=True, shards=self.shards))
+        pairs = zip(cleared.steps[first:], one.steps[first:])
+        reason = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
+        return reason if any(unequal([a.changes[0], b.changes[0]]) for a, b in pairs) else ""
+
     def _rounding(self) -> Iterator[Claim]:
         """Whether float32 and float64 differ by rounding."""
-        several, one, exact = (s.steps[self.first].changes[0] for s in (self.several, self.one, self.double[1]))
-        names, trim = [name for name in exact if name not in self.ignored], self.one.facts.get("adaptive", True)
-        apart, of_one = (distance(change, exact, names, trim) for change in (several, one))
-        numbers = f"{apart:.1e} on {self.k} {UNITS[self.unit]}, {of_one:.1e} on one"
-        self.notes.append(f"distance from the same step in float64: {numbers}")
-        if self.low != "float32":
-            self.how.append(f"in float64, without the rounding of {self.low}")
-        rounding = 30 * ROUNDING[self.low]
-        start = norm(flat(self.one.start[0], names)) / (norm(flat(exact, names)) or 1)
+        first, low, facts = self.reference.first, self.sides.precision, self.sides.one.facts
+        several, one = (step.changes[0] for step in self.sides.step(first))
+        exact, names = self.exact.one.steps[first].changes[0], self.sides.names
+        apart, of_one = (distance(change, exact, names, facts.adaptive) for change in (several, one))
+        numbers = f"{apart:.1e} on {self.k} {self.units}, {of_one:.1e} on one"
+        self._note(f"distance from the same step in float64: {numbers}")
+        if low != "float32":
+            self._how(f"in float64, without the rounding of {low}")
+        rounding = 30 * ROUNDING[low]
+        start = norm(flat(self.sides.one.start[0], names)) / (norm(flat(exact, names)) or 1)
         reason = f"float32 and float64 differ by {of_one:.0%} on one {self.unit}, more than rounding explains; "
         reason += "draw no random numbers"
         yield "compared", reason if of_one > max(1e-2, rounding * (1 + start)) else ""
-        reason = f"the update is right in float64, but differs by {apart:.1g} in {self.low}"
+        reason = f"the update is right in float64, but differs by {apart:.1g} in {low}"
         yield "update", reason if apart > max(1e-2, rounding, 8 * of_one) else ""
-
-    def _rest(self, i: int) -> tuple[list[str], list[str]]:
-        """Other state that steps change, such as a moving average in an attribute, that differs after step i: between
-        the devices, or from that on one."""
-        several, one, double = self._sides(i)
-        sessions = self.double if double else (self.several, self.one)
-        starts = [*sessions[1].kept, *sessions[0].kept]
-        own, others = list[str](), list[str]()
-        for name, value in one.rest[0].items() if one.rest else ():
-            found = [rest.get(name, np.zeros(0)) for rest in several.rest]
-            if any(a.shape != value.shape for a in found):
-                continue
-            if starts and all(equal(a, start.get(name, ())) for a, start in zip([value, *found], starts)):
-                continue  # a constant, such as the number of devices
-            limit = TOLERANCE["float64" if double else self.low] * max(norm(value), *map(norm, found))
-            if all(near(a, value, limit) for a in found):
-                continue
-            if all(near(a, found[0], limit) for a in found):
-                others.append(name)
-            elif name in self.one.facts.get("others", ()):
-                own.append(name)
-        return own, others
-
-    def _compare_rest(self) -> None:
-        """Warn of other state that changes otherwise than on one device."""
-        own, others = self._rest(self.steps - 1)
-        advice = "if evaluation, a checkpoint or a later step uses"
-        if own:
-            where = f"between the {UNITS[self.unit]}; synchronize {them(own)}"
-            self._note(f"warning: {differ(own)} {where} {advice} {them(own)}")
-        if others:
-            where = f"from {'that' if len(others) == 1 else 'those'} on one {self.unit}; correct {them(others)}"
-            self._note(f"warning: {differ(others)} {where} {advice} {them(others)}")
 
     def _under_stress(self) -> Iterator[Claim]:
         """Whether the step is right, too, if it reaches lines and limits that it did not reach."""
         if not self.driver.missed():
             return
+        batches = self.reference.batches[: self.reference.first + 1]
         for text, options in self.driver.stress().items():
-            sides = [(self.k, ()), (1, self.shards[: self.first + 1])]
-            batches = self.batches[: self.first + 1]
-            several, one = (self._run(k, batches, double=True, shards=s, **options) for k, s in sides)
-            is_finite = len(one.steps) == len(batches) and not not_finite(one.steps[-1])
-            if not is_finite or several.late or any(map(not_finite, one.steps)):
+            several = self.driver.run(self.k, batches, replace(options, double=True))
+            one = self.driver.run(1, batches, replace(options, double=True, shards=self.shards[: len(batches)]))
+            if several.late or len(one.steps) < len(batches) or not_finite(one.steps):
                 continue
             if len(several.steps) < len(batches):
                 yield "several", f"{text}: {several.failure}"
-            elif names := self._wrong_arrays(several.steps[-1], one.steps[-1], True):
+            elif names := self.exact.wrong(several.steps[-1], one.steps[-1]):
                 advice = "decide, clip and scale after the sum, with numbers that are the same everywhere"
-                yield "update", f"{text}, the update differs from that of one {self.unit} ({some(names)}); {advice}"
+                yield "update", f"{text}, the update differs from that of one {self.unit} ({listed(names)}); {advice}"
         if missed := self.driver.missed():
             self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
 
+    def _warn_of(self, names: Sequence[str], what: str, advice: str) -> None:
+        """Warn of state that differs."""
+        if names:
+            use = "if evaluation, a checkpoint or a later step uses it"
+            self._note(f"warning: {what} ({listed(names)}); {advice} {use}")
+
+    def _how(self, *texts: str) -> None:
+        """Say how the steps are compared."""
+        self.report.how += [text for text in dict.fromkeys(texts) if text not in self.report.how]
+
     def _note(self, note: str) -> None:
         """Add a note, unless it was added for another number of devices."""
-        if note not in self.notes:
-            self.notes.append(note)
-
-
-class Evidence:
-    """A step on several devices, on one, and with the examples of each device alone: what changed, or the gradients
-    that the optimizer got. parts: what each device's examples add."""
-
-    def __init__(
-        self, of: _Comparison, parts: Shards, several: list[Arrays], whole: list[Arrays], *alone: list[Arrays]
-    ) -> None:
-        self.unit, self.advice, self.devices = of.unit, of.driver.advice, [f"{of.unit} {rank}" for rank in range(of.k)]
-        self.changes, self.alone, self.unsynced = several, [arrays for [arrays] in alone], of.unsynced
-        everywhere = [*self.changes, *self.alone]
-        known = [n for n in whole[0] if n not in of.ignored and all(n in arrays for arrays in everywhere)]
-        self.names = [n for n in known if all(arrays[n].shape == whole[0][n].shape for arrays in everywhere)]
-        self.whole = {name: whole[0][name] for name in self.names}
-        # an optimizer's gradients may be known of some arrays only
-        changed = {n for step in of.one.steps for n, a in step.changes[0].items() if a.any()} - of.ignored
-        self.every = {*self.names, *changed}
-        # a share of what they do alone, unless the step computes sums
-        self.sizes = [len(part) for part in parts]
-        shares = [{n: own[n] * size / sum(self.sizes) for n in self.names} for size, own in zip(self.sizes, self.alone)]
-        self.parts = min(shares, self.alone, key=lambda some: distance(self._sum(some), self.whole, self.names))
-        self.bound = of.bounds(self.whole, of.in_double, self.parts)
-
-    def _sum(self, parts: Sequence[Arrays]) -> Arrays:
-        return {name: np.sum([part[name] for part in parts], axis=0) for name in self.names}
-
-    def wrong(self, change: Arrays, expected: Arrays | None = None) -> list[str]:
-        """The arrays that differ by more than rounding explains."""
-        return far(change, expected or self.whole, self.bound)
-
-    def is_wrong(self) -> bool:
-        return any(self.wrong(change) for change in self.changes)
-
-    def not_summed(self) -> str:
-        """Whether each device updates with its own gradients only."""
-        wrong = [self.wrong(change) for change in self.changes]
-        own = [n for n in self.names if all(n in names and self._is_own(n, rank) for rank, names in enumerate(wrong))]
-        of = "" if len(own) == len(self.every) else f" for {some(own)}"
-        return f"each {self.unit} updates with its own gradients{of}; {self.advice['not summed']}" if own else ""
-
-    def _is_own(self, name: str, rank: int) -> bool:
-        """Whether a device's update of an array uses only the gradients of its own examples."""
-        change, own, rest = self.changes[rank][name], self.alone[rank][name], 2 * self.bound[name]
-        if own.any() and norm(change - own) <= rest:
-            return True
-        weights = fitted(change, [part[name] for part in self.parts], rest)
-        return weights is not None and [i for i, w in enumerate(weights) if abs(w) > 0.01] == [rank]
-
-    def replicas_differ(self) -> str:
-        """Whether the replicas are the same after the step."""
-        first = self.changes[0]
-        if any(self.wrong(change, {n: first[n] for n in self.names}) for change in self.changes):
-            right = [self.devices[rank] for rank, change in enumerate(self.changes) if not self.wrong(change)]
-            names = names_that_differ([{n: change[n] for n in self.names} for change in self.changes])
-            if right:
-                advice = "update each with the sum, in the same way"
-                return f"only the step of {', '.join(right)} is right ({names}); {advice}"
-            return f"after a step, the replicas have different parameters ({names}); {self.advice['replicas']}"
-        names = names_that_differ([{n: change[n] for n in self.unsynced} for change in self.changes])
-        return f"the replicas have different running statistics ({names}); {self.advice['statistics']}" if names else ""
-
-    def update(self, tests: dict[str, Callable[[], Any]], are_means: bool) -> Claim:
-        """What a wrong update looks like. tests: whether it is right if all examples are alike, or unclipped; whether
-        the loss is no sum; where the difference begins. are_means: whether the losses are the means of the shards."""
-        change = max(self.changes, key=lambda change: len(self.wrong(change)))
-        wrong, whole, k, unit = self.wrong(change), self.whole, len(self.devices), self.unit
-        if infinite := [name for name in wrong if not np.isfinite(change[name]).all()]:
-            return "update", f"the update is not finite ({some(infinite)})"
-        if tests["unclipped"]():
-            return "update", f"each {unit} clips its own gradients, or by another norm; clip after the sum"
-        elements = {n: np.abs(change[n] - whole[n]) > self.bound[n] / whole[n].size ** 0.5 for n in wrong}
-        where = "the update" + places(elements, whole, self.every)
-        values, *columns = (np.concatenate([a[n][elements[n]] for n in wrong]) for a in (change, *self.parts))
-        weights = fitted(values, columns, 1e-3 * norm(values))
-        if weights is not None:
-            used = [i for i in range(k) if abs(weights[i]) > 1e-3]
-            if 0 < len(used) < k and np.ptp(weights[used]) < 1e-2 * abs(weights[used[0]]):
-                names = ", ".join(self.devices[i] for i in used)
-                where = f"the update of {some(wrong)}" if where == "the update" and len(wrong) < len(whole) else where
-                return "sum", f"{where} uses only the gradients of {names}; add those of the others"
-            if np.ptp(weights * self.sizes) < 1e-3 * abs(weights[0]) and np.ptp(weights) > 0.01:
-                sizes = ", ".join(map(str, self.sizes))
-                advice = "add the gradients of all examples, not the means of shards, and divide by the size of the "
-                return "update", f"shards of different sizes ({sizes} examples) have the same weight; {advice}batch"
-        found, expected = flat(change, wrong), flat(whole, wrong)
-        factors = fitted(found, [expected], 5e-3 * norm(found - expected))
-        if factors is not None:
-            factor = factors[0] + 0.0  # not -0
-            advice = f"use the same learning rate and divisor for any number of {UNITS[unit]}"
-            if abs(factor - k) < 1e-3:
-                advice = "add the gradients once, keep the learning rate, and divide by the size of the whole batch"
-                advice += ", not of a shard, as a mean loss does"
-                if are_means:
-                    advice = f"each {unit} computes the mean loss of its shard; compute the sum, and divide once, by "
-                    advice += "the size of the whole batch"
-            elif abs(factor - 1 / k) < 1e-3:
-                advice = "add the gradients, and divide only by the size of the batch"
-            return "update", f"{where} is {factor:.5g} times that of one {unit}; {advice}"
-        total = self._sum(self.parts)
-        is_of_parts = bool(self.wrong(total)) and not self.wrong(change, total)
-        is_scaled = weights is not None and np.abs(weights - 1).max() > 5e-5
-        if tests["no sum"]():
-            cause = (
-                f"on one {unit}, the gradients of the shards do not add up to those of the batch, so the loss is no "
-                "sum over examples: it may have a mean over tokens, weights, a choice of examples, negatives of "
-                f"others, or statistics of a shard; add numerators and denominators over the {UNITS[unit]}, or gather "
-                "what it needs, with gradients"
-            )
-            return "update", f"{where} differs: {cause}{tests['begins']()}"
-        if is_of_parts:
-            cause = (
-                "by clipping or rounding (as in float16 or 8 bits), by a number or a choice of its own examples, or by "
-                "random numbers that others draw, too"
-            )
-            return "update", f"each {unit} changes its gradients{where[10:]} before the sum: {cause}; sum first"
-        if weights is not None and is_scaled:
-            terms = " + ".join(f"{w:.5g} × {name}" for w, name in zip(np.round(weights, 5), self.devices) if w) or "0"
-            advice = "each shard must count once; look for clipping or scaling before the sum"
-            if np.abs(weights - 1).max() < 0.05:
-                advice = f"a factor that is the same for all elements of a {unit} is not rounding; {advice}"
-            return "update", f"{where} adds the shards' gradients as {terms}; {advice}"
-        more = {n: norm(change[n] - whole[n]) / (norm(whole[n]) or 1) for n in wrong}
-        worst = max(wrong, key=more.__getitem__)
-        by = f"by {more[worst]:.0%} for {worst}"
-        advice = (
-            "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
-            "others without gradients"
-        )
-        if more[worst] < 0.02:
-            by = f"by {more[worst]:.1g} for {worst}"
-            advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
-            advice += "keep float32 until the sum is complete"
-        elif tests["alike"]():
-            by = "unless all examples are the same: labels may be those of others"
-            advice = "divide X and y in the same way, and use what depends on other examples as on one"
-        return "update", f"{where} differs from that of one {unit}, {by}; {advice}{tests['begins']()}"
+        if note not in self.report.notes:
+            self.report.notes.append(note)

@@ -7,8 +7,6 @@ and what `split_and_load`, `allreduce` and `evaluate_accuracy` do when they are 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,8 +24,9 @@ from mxnet.ndarray import NDArray
 import gluon_mgpu.check.judge as judge
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.arrays import equal_losses, fitted, norm
-from gluon_mgpu.check.driver import Arrays, Claim, Driver, Session, Shards
+from gluon_mgpu.check.arrays import equal_losses, fitted_weights, norm
+from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
+from gluon_mgpu.check.driver import changes as changes_of
 from gluon_mgpu.check.judge import Report
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
@@ -39,9 +38,9 @@ from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
 from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model, read_arrays
 from gluon_mgpu.training.seeds import restored_afterward, seed_generators
+from gluon_mgpu.training.watch import code_of, noting_calls
 from gluon_mgpu.training.workers import Group
 
-FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", "lenet")
 LR = 0.7  # not 1, so that a power of it is another number
 STEPS = 2
 CREATE = ("zeros", "ones", "full", "array")
@@ -89,11 +88,6 @@ def fresh_copy(lesson: ModuleType | str) -> ModuleType:
     return fresh
 
 
-def _code(function: Any) -> CodeType | None:
-    """The code of a function, without its decorators."""
-    return getattr(inspect.unwrap(function), "__code__", None)
-
-
 def _codes(function: Any) -> list[Any]:
     """The code of a function and of those that it wraps, without the wrapper of `lessons.load`; the type of any other
     object."""
@@ -104,9 +98,9 @@ def _codes(function: Any) -> list[Any]:
 
 
 class MXNet(Driver):
-    """The driver. ctx: the most devices. called: what the steps have called. examples: how many the network computed on
-    each device in a step on several. placed: what is wrong with the places of the replicas. done: what has run of the
-    file's functions."""
+    """The driver. ctx: the most devices. called: what the steps have called. examples: how many a step on several had
+    on each device. placed: what is wrong with the places of the replicas. done: what has run of the file's functions.
+    """
 
     divides = "split_and_load"
     advice = {
@@ -175,56 +169,64 @@ class MXNet(Driver):
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
         return model
 
-    def run(
-        self,
-        k: int,
-        batches: Sequence[Any],
-        double: bool = False,
-        shards: Sequence[Shards] | None = None,
-        seed: int = 0,
-        lr: float = LR,
-        **_: Any,
-    ) -> Session:
-        session, dtype = Session(), "float64" if double else "float32"
+    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, lr: float = LR) -> Session:
+        session = Session()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(_without_dropout(session.facts))
-                model = self.model(k, double)
-                stack.enter_context(_in_double() if double else nullcontext())
-                data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
-                self._prepare(model, data[0], lr, session.facts)
-                net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
-                stats = [*model.running_stats]
-                grads = list[dict[str, list[np.ndarray]]]()
-                session.facts |= {"normalized": bool(stats), "statistics": stats, "synced": True}
-                session.start = _arrays(model)
-                session.kept = kept(model.lesson, model.ctx, net=net, trainer=trainer)
-                if k > 1 and not double:
-                    self.placed = self._misplaced(model)
-                model.load(spread(session.start[0]))
-                if net is not None:
-                    _note_gradients(model, grads)
-                for i, (X, y) in enumerate(data):
-                    seed_generators(1000 * seed + i)
-                    before, examples = _arrays(model), Counter[Context]()
-                    if shards and k == 1:
-                        model.net = _ByShard(net, shards[i])
-                    with _watched(model.lesson, net, self.called, examples), reached.traced(self.done):
-                        losses = self._step(model, X, y, lr)
-                    session.add(before, _arrays(model), [shard.asnumpy().reshape(-1) for shard in losses])
-                    session.steps[-1].grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
-                    session.steps[-1].rest = kept(model.lesson, model.ctx, net=net, trainer=trainer)
-                    session.facts["others"] = [*session.steps[-1].rest[0]]
-                    grads.clear()
-                    if k > 1:
-                        self.examples = examples or Counter({shard.context: shard.size for shard in losses})
+            with _without_dropout(session.facts):
+                model = self.model(k, options.double)
+                with _in_double() if options.double else nullcontext():
+                    self._take_steps(session, model, batches, options, lr)
         except Exception as error:
             if isinstance(error, UsageError) and k == 1:
                 raise
             session.failure = where(error)
         return session
 
-    def _prepare(self, model: Any, batch: Any, lr: float, facts: dict[str, Any]) -> None:
+    def _take_steps(self, session: Session, model: Any, batches: Sequence[Any], options: Options, lr: float) -> None:
+        dtype, is_several = "float64" if options.double else "float32", len(model.ctx) > 1
+        data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
+        self._prepare(model, data[0], lr, session.facts)
+        session.facts.statistics = session.facts.synced = [*model.running_stats]
+        session.facts.normalized = bool(model.running_stats)
+        net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+        rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
+        session.start, session.kept = _arrays(model), rest()
+        if is_several and not options.double:
+            self.placed = self._misplaced(model)
+        model.load(spread(session.start[0]))
+        grads = _noted_gradients(model) if trainer else []
+        for i, (X, y) in enumerate(data):
+            seed_generators(1000 * options.seed + i)
+            before, examples = _arrays(model), Counter[Context]()
+            if options.shards and not is_several:
+                model.net = _ByShard(net, options.shards[i])
+            with self._watched(model.lesson, examples), reached.traced(self.done):
+                losses = self._step(model, X, y, lr)
+                nd.waitall()
+            step = StepResult(changes_of(before, _arrays(model)), losses=[a.asnumpy().reshape(-1) for a in losses])
+            step.grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
+            step.rest = rest()
+            session.steps.append(step)
+            grads.clear()
+            if is_several:
+                self.examples = examples or Counter({shard.context: shard.size for shard in losses})
+
+    @contextmanager
+    def _watched(self, lesson: ModuleType, examples: Counter[Context]) -> Iterator[None]:
+        """Note what a step calls, and how many examples are computed on each device."""
+        computes = code_of(lesson.forward_backward)
+
+        def note(frame: FrameType) -> None:
+            self.called.add(frame.f_code)
+            if frame.f_code == computes and computes.co_argcount > 1:
+                shards = frame.f_locals[computes.co_varnames[1]]
+                for shard in shards if isinstance(shards, (list, tuple)) else ():
+                    examples[shard.context] += shard.shape[0]
+
+        with noting_calls(note):
+            yield
+
+    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts) -> None:
         """Give a model the Trainer of its lesson, with this learning rate."""
         if not isinstance(model, GluonModel):
             return
@@ -233,7 +235,7 @@ class MXNet(Driver):
             try:
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
-                facts["how"] = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
+                facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
         model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in model.ctx]
 
     @staticmethod
@@ -248,13 +250,11 @@ class MXNet(Driver):
     def missed(self) -> list[str]:
         return reached.missed(self.done)
 
-    def checks(self, k: int, is_wrong: bool) -> Iterator[Claim]:
-        self.notes.clear()
-        lesson = self.load()
+    def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         yield "devices", self.placed or self._idle(k) or self._divided_alike(k)
-        yield "called", self._not_called(lesson)
+        yield "called", self._not_called()
         if not is_wrong:
-            yield "losses", self._losses(k, max(4 * k, judge.EXAMPLES))
+            yield "losses", self._losses(k, max(4 * k, judge.EXAMPLES), note)
             yield "update", self._changed_alone()
             yield "accuracy", self._accuracy(k)
 
@@ -278,11 +278,12 @@ class MXNet(Driver):
 
     def _is_called(self, function: Any) -> bool:
         """Whether a step has called a function, or another one with the same code."""
-        return _code(function) in self.called
+        return code_of(function) in self.called
 
-    def _not_called(self, lesson: ModuleType) -> str:
+    def _not_called(self) -> str:
         """Whether the step calls the lesson's own functions, and no others with the same names."""
-        for name in FUNCTIONS:
+        lesson = self.load()
+        for name in (*lessons.COMMON, "allreduce", "sgd"):
             others = [code for code in self.called if code.co_name == name]
             if hasattr(lesson, name) and others and not self._is_called(getattr(lesson, name)):
                 other = Path(others[0].co_filename).stem
@@ -290,7 +291,7 @@ class MXNet(Driver):
                 return f"{name} is not called; the step calls {other}.{name}; {advice}"
         return ""
 
-    def _losses(self, k: int, n: int) -> str:
+    def _losses(self, k: int, n: int, note: Callable[[str], None]) -> str:
         """Whether a step returns a loss for each example, computed before the update."""
         batch = self.batch(0, n)
         sessions = [self.run(count, [batch], lr=lr) for count, lr in ((1, LR), (1, LR * 1e-6), (k, LR))]
@@ -302,10 +303,10 @@ class MXNet(Driver):
         if not equal_losses(one, still):
             return "losses are computed with parameters that this step has changed; update last"
         halves = [self.run(1, [self.take(batch, range(i, n, 2))]) for i in (0, 1)]
-        if not sessions[0].facts["normalized"] and all(half.steps for half in halves):
+        if not sessions[0].facts.normalized and all(half.steps for half in halves):
             alone, found = (np.sort(np.concatenate(some)) for some in ([h.steps[0].losses[0] for h in halves], [one]))
-            if fitted(found, [alone], 1e-3 * norm(found)) is None:
-                self.notes.append(
+            if fitted_weights(found, [alone], 1e-3 * norm(found)) is None:
+                note(
                     "warning: an example's loss depends on the other examples of the batch; if the network does not "
                     "mix examples, look for labels of other images"
                 )
@@ -358,9 +359,9 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
 
 
-def _note_gradients(model: GluonModel, grads: list[dict[str, list[np.ndarray]]]) -> None:
-    """Note the gradients on each device of which the Trainer makes updates, if the devices compute them."""
-    update = model.trainer._update
+def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:
+    """The gradients on each device of which the Trainer makes updates, if the devices compute them."""
+    update, grads = model.trainer._update, list[dict[str, list[np.ndarray]]]()
 
     def noted(*args: Any, **options: Any) -> None:
         if not model.trainer._update_on_kvstore:
@@ -373,34 +374,7 @@ def _note_gradients(model: GluonModel, grads: list[dict[str, list[np.ndarray]]])
         update(*args, **options)
 
     model.trainer._update = noted
-
-
-@contextmanager
-def _watched(
-    lesson: ModuleType, net: gluon.Block | None, called: set[CodeType], examples: Counter[Context]
-) -> Iterator[None]:
-    """Note what a step calls, and how many examples the network computes on each device."""
-    network = _code(lesson.lenet)
-
-    def count(_: Any, inputs: Sequence[NDArray]) -> None:
-        examples[inputs[0].context] += inputs[0].shape[0]
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            called.add(frame.f_code)
-            if frame.f_code == network and frame.f_code.co_argcount:
-                count(None, [frame.f_locals[frame.f_code.co_varnames[0]]])
-
-    hook = net.register_forward_pre_hook(count) if net is not None else None
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield
-        nd.waitall()
-    finally:
-        sys.setprofile(before)
-        if hook:
-            hook.detach()
+    return grads
 
 
 class _ByShard:
@@ -440,13 +414,13 @@ def _in_double() -> Iterator[None]:
 
 
 @contextmanager
-def _without_dropout(facts: dict[str, Any]) -> Iterator[None]:
+def _without_dropout(facts: Facts) -> Iterator[None]:
     """Let dropout keep all values, and say so."""
 
     def keeping(dropout: Callable[..., Any]) -> Callable[..., Any]:
         def keep(data: Any, p: float = 0.5, **options: Any) -> Any:
             if p > 0:
-                facts["how"] = ["with dropout off"]
+                facts.how = ["with dropout off"]
             return dropout(data, p=0, **options)
 
         return keep

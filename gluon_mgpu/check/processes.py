@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import multiprocessing
 import os
 import re
 import signal
-import site
-import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from gluon_mgpu.support.errors import Error
+from gluon_mgpu.support.programs import is_users
 from gluon_mgpu.support.subprocesses import how_it_ended
 
 Send = Callable[[Any], None]  # sends the results of a stage, and waits until all processes have sent theirs
 FORK = multiprocessing.get_context("fork")
-LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parents[1]), "<frozen"})
 WAITS = "waits for a process that does not make the same call; all must make the same calls in the same order"
 OTHER_CALLS = "the processes do not make the same calls in the same order, with the same shapes"
 HINTS = {  # {part of a message of PyTorch or MXNet: what is wrong, in the user's terms}
@@ -138,20 +133,6 @@ def _run(function: Callable[[Send], None], end: Connection, parent: int) -> None
     except BaseException as error:
         end.send((None, where(error)))
     os._exit(0)
-
-
-@functools.cache
-def is_users(file: str) -> bool:
-    """Whether a file of a traceback is the user's, not a library's."""
-    return not file.startswith(LIBRARIES) and os.path.exists(file)
-
-
-def users_line() -> int:
-    """The line of the user's code that is running; 0 if there is none."""
-    frame: Any = sys._getframe(1)
-    while frame and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_lineno if frame else 0
 
 
 def where(error: BaseException) -> str:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from gluon_mgpu.check.processes import is_users
+from gluon_mgpu.support.programs import is_users
 
 Key = tuple[str, int, str]  # file, first line, name
 Done = dict[Key, set[Any]]  # lines that ran, and (line, offset, whether it jumped) of conditions
@@ -50,6 +51,12 @@ def traced(done: Done) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+def add(to: Done, found: Done) -> None:
+    """Note what another process has done."""
+    for code, here in found.items():
+        to.setdefault(code, set()).update(here)
 
 
 @cache
@@ -152,9 +159,6 @@ def _functions(file: str) -> dict[tuple[int, str], ast.FunctionDef]:
 
 def _ranges(lines: list[int]) -> Iterator[tuple[int, int]]:
     """Runs of lines that follow each other."""
-    start = None
-    for line, after in zip(lines, [*lines[1:], None]):
-        start = line if start is None else start
-        if after != line + 1:
-            yield start, line
-            start = None
+    for _, pairs in groupby(enumerate(lines), key=lambda pair: pair[1] - pair[0]):
+        run = [line for _, line in pairs]
+        yield run[0], run[-1]

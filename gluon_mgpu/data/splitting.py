@@ -23,11 +23,11 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
     """
     check_whole("examples", examples, 0)
     check_whole("parts", parts, 1)
-    if shares and (len(shares) != parts or not all(0 < share < math.inf for share in shares)):
+    if shares is not None and (len(shares) != parts or not all(0 < share < math.inf for share in shares)):
         raise UsageError("shares", shares, f"must be {parts} positive numbers, one per device")
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]
-    shares = shares or (1,) * parts
+    shares = (1,) * parts if shares is None else shares
     exact = [examples * share / sum(shares) for share in shares]
     sizes = [max(1, int(e)) for e in exact]
     while sum(sizes) != examples:  # largest remainder method

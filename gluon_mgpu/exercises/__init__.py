@@ -1,7 +1,7 @@
-"""Exercises that are graded automatically. `solutions` has the tasks and our answers, known.txt the known mistakes as
-edits of them, and mistakes.ini their explanations. `steps`, `sums` and `processes` have the hidden cases: one function
-per exercise, named after it. `diagnosis` compares an answer with our solution and the known mistakes on each case. An
-answer begins with the exercise's docstring; the cases call its function that is named as the solution's last function.
+"""Exercises that are graded automatically. An answer begins with the exercise's docstring, and defines the last
+function of our solution, which is in `solutions`. `steps`, `sums` and `processes` have the hidden cases of each.
+On each, `diagnosis` compares an answer with our solution and with the known mistakes, which known.txt has as edits of
+the solution. mistakes.ini explains the mistakes, and hints.txt says what to do about error messages.
 """
 
 from __future__ import annotations
@@ -186,22 +186,24 @@ def find(paths: Sequence[str]) -> list[Answer]:
         if not os.path.isdir(path):
             found.setdefault(path, answers(path))
             continue
+        top = Path(path)
         prefix = os.path.join(path, "") if several else ""
-        searched = list(_folders(path))
-        inside = sorted((folder / name, in_checkout) for folder, names, in_checkout in searched for name in names)
+        searched = list(_folders(str(top)))
+        inside = sorted((folder / name, in_checkout) for folder, _, names, in_checkout in searched for name in names)
         if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, in_checkout in inside:
             kept = [_own(answer) for answer in answers(str(file)) if answer.name or not in_checkout]
             if kept:
-                student = _student(file.relative_to(path))
+                student = _student(file.relative_to(top))
                 found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
-        subfolders = {folder.name for folder, *_ in searched if folder.parent == Path(path) and folder.name[0] != "_"}
-        if any(len(file.relative_to(path).parts) > 1 for file, _ in inside):
-            with_answers = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
-            for name in sorted(subfolders - with_answers):
-                problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
-                empty.append(Answer(os.path.join(path, name), problem=problem, student=prefix + name))
+        if any(file.parent != top for file, _ in inside):
+            _, subfolders, *_ = searched[0]
+            with_answers = {Path(file).relative_to(top).parts[0] for file in found if top in Path(file).parents}
+            for name in sorted({*subfolders} - with_answers):
+                if not name.startswith("_"):
+                    problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
+                    empty.append(Answer(str(top / name), problem=problem, student=prefix + name))
     return [answer for in_file in found.values() for answer in in_file] + empty
 
 
@@ -219,10 +221,10 @@ def _student(file: Path) -> str:
     return file.parts[0] if len(file.parts) > 1 else flat[1] if flat else ""
 
 
-def _folders(path: str) -> Iterator[tuple[Path, list[str], bool]]:
-    """The folders to search: this one and those in it, each with the names of its Python files and notebooks, and
-    whether it is in a checkout of this project. No names are given for virtual environments and copies of the package.
-    Hidden folders are left out."""
+def _folders(path: str) -> Iterator[tuple[Path, list[str], list[str], bool]]:
+    """The folders to search: this one and those in it, each with the names of its subfolders, those of its Python files
+    and notebooks, and whether it is in a checkout of this project. No names are given for virtual environments and
+    copies of the package. Hidden folders are left out."""
     checkouts: set[str] = set()  # and their subfolders
     for parent, subfolders, names in os.walk(path, followlinks=True):
         if "pyvenv.cfg" in names or Path(parent, "exercises", "mistakes.ini").exists():
@@ -233,7 +235,7 @@ def _folders(path: str) -> Iterator[tuple[Path, list[str], bool]]:
             checkouts.add(parent)
         subfolders[:] = [name for name in subfolders if name[0] != "." and _is_searched(parent, name, top=path)]
         shown = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
-        yield Path(parent), shown, parent in checkouts
+        yield Path(parent), subfolders, shown, parent in checkouts
 
 
 def _is_searched(parent: str, name: str, top: str) -> bool:

@@ -387,9 +387,9 @@ def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
         given = [[[*params] for params in row] for row in mesh]
         with recording(params=[[W, v] for _, W, v, _ in on_devices]) as events:
             function(nd.array(X), nd.array(y), given, 0.1)
-        replaced = any(p is not q for row, still in zip(mesh, given) for a, b in zip(row, still) for p, q in zip(a, b))
+        now = [params for row in given for params in row]
         results = {name: values(arrays) for name, arrays in zip(names, zip(*on_devices))}
-        return Trial(results, [*events, *[cases.REPLACED] * replaced])
+        return Trial(results, [*events, *cases.replaced(on_devices, now)])
 
     def check_groups(what: str, number: int, of: Callable[[int], int], needed: int, events: list[Any]) -> None:
         """Check that each row, or each column, sent and received at least `needed` elements."""

@@ -1,18 +1,23 @@
-"""Executes Python files as modules: the user's own lessons, and training steps in PyTorch or JAX."""
+"""Executes the user's Python files as modules, and tells their code from that of libraries."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import site
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from gluon_mgpu.support import errors
 
 PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), PACKAGE, "<frozen"})
 
 _folders: set[str] = set()  # which the user's files have added to sys.path
 _beside: set[str] = set()  # names of the modules that these files have imported from their own folders
@@ -63,3 +68,17 @@ def _imports_from(folder: str) -> Iterator[None]:
             if file.removesuffix("/__init__.py") in (f"{folder}/{name}.py", f"{folder}/{name}"):
                 _beside.add(name)
                 _beside.update(other for other in sys.modules if other.startswith(f"{name}."))
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file of a traceback is the user's, not a library's."""
+    return not file.startswith(LIBRARIES) and os.path.exists(file)
+
+
+def users_line() -> int:
+    """The line of the user's code that is running; 0 if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_lineno if frame else 0

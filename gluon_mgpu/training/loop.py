@@ -47,32 +47,34 @@ class Setup(NamedTuple):
     data: Dataset
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
+    group: Group
     state: LessonState | None = None
     warning: str = ""
 
-    def arrays(self) -> Arrays:
-        """What a checkpoint holds now; all workers call this at the same time."""
-        return {**read_arrays(self.model), **(self.state.read() if self.state else {})}
+    def now(self) -> Run:
+        """The run with its arrays, as a checkpoint holds it. All workers must call this at the same time."""
+        of_lesson = self.state.read() if self.state else {}
+        return self.run._replace(arrays={**read_arrays(self.model), **of_lesson})
 
 
-def fit(setup: Setup, folder: Folder | None, group: Group) -> list[Epoch]:
+def fit(setup: Setup, folder: Folder | None) -> list[Epoch]:
     """Train the remaining epochs of a run. Returns all epochs.
 
     folder: where worker 0 saves the run. On Ctrl-C, raises Interrupted; its one-line message says what was saved.
     Raises Error if a loss or a parameter is not finite.
     """
-    config, position, data, model = setup.run.config, setup.run.position, setup.data, setup.model
+    config, position, data, group = setup.run.config, setup.run.position, setup.data, setup.group
     steps_per_epoch = -(-len(data.train_labels) // config.batch_size)
     if not group.rank:
         several = [f"as worker 0 of {group.size}"] if group.size > 1 else []
-        _print(" ".join(["running on:", str(model.ctx), *several]), folder)
+        _print(" ".join(["running on:", str(setup.model.ctx), *several]), folder)
     with CtrlC(folder is not None) as ctrl_c:
         while len(position.history) < config.epochs:
             number = len(position.history) + 1
-            stopped = _train_epoch(number, setup, group, ctrl_c)
-            of_lesson = setup.state.read() if setup.state else {}
-            run = setup.run._replace(arrays={**_check_replicas(model, f"epoch {number}", group), **of_lesson})
-            accuracy = None if stopped else _evaluate(setup, group, ctrl_c)
+            stopped = _train_epoch(number, setup, ctrl_c)
+            run = setup.now()
+            _check_replicas(setup, run.arrays, f"epoch {number}")
+            accuracy = None if stopped else _evaluate(setup, ctrl_c)
             if accuracy is None:
                 raise Interrupted(f"interrupted after {position}" if group.rank else _interrupted(run, folder))
             last_lr = config.learning_rate(number * steps_per_epoch - 1, steps_per_epoch)
@@ -91,10 +93,11 @@ def fit(setup: Setup, folder: Folder | None, group: Group) -> list[Epoch]:
     return position.history
 
 
-def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool:
+def _train_epoch(number: int, setup: Setup, ctrl_c: CtrlC) -> bool:
     """Take the remaining steps of an epoch, and count them in the run's position. Returns whether Ctrl-C ended it
     early."""
     config, position, data, model = setup.run.config, setup.run.position, setup.data, setup.model
+    group = setup.group
     assert config.seed is not None
     examples, size = len(data.train_labels), config.batch_size
     steps_per_epoch = -(-examples // size)
@@ -118,9 +121,9 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
     return stopped
 
 
-def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
+def _evaluate(setup: Setup, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
-    config, data, model = setup.run.config, setup.data, setup.model
+    config, data, model, group = setup.run.config, setup.data, setup.model, setup.group
     batch_size = min(config.batch_size, LARGEST_BATCH)
     mine = group.local_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
@@ -134,10 +137,13 @@ def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     return None if group.is_set_anywhere(stopped) else correct / len(data.test_labels)
 
 
-def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndarray]:
-    """Raise Error if a parameter is not finite. Print a notice if the replicas of all workers differ. Returns the first
-    one of this worker."""
-    first = read_arrays(model)
+def _check_replicas(setup: Setup, arrays: Arrays, title: str) -> None:
+    """Raise Error if a parameter is not finite. Print a notice if the replicas of all workers differ.
+
+    arrays: of the run as it is now, which contain this worker's first replica.
+    """
+    model, group = setup.model, setup.group
+    first = {name: arrays[name] for name in model.arrays()}
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
     if broken:
@@ -154,7 +160,6 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
             f"the replicas differ after {title} ({', '.join(differ)}): the devices now train different networks; after "
             "a correct allreduce, every device has the same gradients"
         )
-    return first
 
 
 def _print(line: str, folder: Folder | None) -> None:

@@ -113,15 +113,14 @@ class Run(NamedTuple):
         details["image_shape"] = shape
         return cls(Config(**Config.parse({**settings, **_devices(details)})), details, position, arrays)
 
-    def check_data(self, data: Dataset, digest: str, name: str, value: object) -> None:
-        """Raise UsageError if this run was trained on other data. digest: of the data. name, value: of the setting that
-        gave the data."""
+    def check_data(self, data: Dataset, digest: str, data_dir: object) -> None:
+        """Raise UsageError if this run was trained on other data. digest: of the data. data_dir: for the message."""
         if "data_checksum" in self.details:  # of a run of an earlier version
             is_same = self.details["data_checksum"] == data.checksum()
         else:
             is_same = self.details.get("data_digest") == digest
         if not is_same:
-            raise UsageError(name, value, "not the data that the run was trained on")
+            raise UsageError("data_dir", data_dir, "not the data that the run was trained on")
 
 
 def read(folder: str | Path) -> Run:

@@ -51,7 +51,7 @@ def set_up(
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
     details = _details(ctx, data, group)
     if recorded:
-        recorded.check_data(data, details["data_digest"], "data_dir", config.data_dir)
+        recorded.check_data(data, details["data_digest"], config.data_dir)
     if group.size > 1:
         group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
     shape, classes = details["image_shape"], details["classes"]
@@ -76,7 +76,7 @@ def set_up(
         step = naming_what_it_does_not_call(step, lesson, built)
     if lesson.is_own and (config.out or config.resume):
         step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
-    return Setup(run, data, model, step, state, warning)
+    return Setup(run, data, model, step, group, state, warning)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:

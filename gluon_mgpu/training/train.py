@@ -73,11 +73,11 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
                 if folder:
                     folder.create()
                 if recorded:  # so that the next resume uses the new settings
-                    started = ready.run._replace(arrays=ready.arrays())
+                    started = ready.now()
                     if folder:
                         folder.write(started)
                 devices.say_if_no_gpu(ctx, config.device)
-                return loop.fit(ready, folder, group)
+                return loop.fit(ready, folder)
 
 
 @contextmanager

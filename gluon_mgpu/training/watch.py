@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mxnet import gluon
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.support import log
+from gluon_mgpu.support.reachable import Parts, parts_of, reachable
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.step import Step
@@ -82,10 +83,7 @@ def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dic
         losses = step(*args)
         if len(found) < 2:
             arrays = [*saved().values()]  # alive, so that no other object gets one of their ids
-            held = {id(array) for array in arrays}
-            kept = {name: value for name, value in vars(lesson.module).items() if name[:2] != "__"}
-            contents = {name: _contents(value, lesson, held) for name, value in kept.items()}
-            found.append({name: zlib.crc32(b"".join(parts)) for name, parts in contents.items()})
+            found.append(_checksums(lesson, {id(array) for array in arrays}))
             first, last = found[0], found[-1]
             if changed := sorted(name for name in last if first.get(name, last[name]) != last[name]):
                 log.say(
@@ -97,19 +95,22 @@ def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dic
     return watched
 
 
-def _contents(value: Any, lesson: Lesson, held: set[int], depth: int = 0) -> Iterator[bytes]:
-    """The arrays and numbers that a variable leads to, except the arrays with these ids."""
-    if isinstance(value, gluon.Trainer):
-        value = value.optimizer.num_update
-    if id(value) in held:
-        return
-    if isinstance(value, (NDArray, np.ndarray)):
-        yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
-    elif isinstance(value, (int, float)):
-        yield repr(value).encode()
-    elif depth < 4:  # objects may refer to each other
-        if type(value).__module__ == lesson.module.__name__:
-            value = getattr(value, "__dict__", value)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        for part in parts:
-            yield from _contents(part, lesson, held, depth + 1)
+def _checksums(lesson: Lesson, held: set[int]) -> dict[str, int]:
+    """Of the arrays and numbers that each variable of the module leads to, except the arrays with these ids."""
+    variables = {name: value for name, value in vars(lesson.module).items() if name[:2] != "__"}
+    sums = dict.fromkeys(variables, 0)
+    for (name, *_), value in reachable((((name,), value) for name, value in variables.items()), _parts):
+        content = b""
+        if isinstance(value, gluon.Trainer):
+            content = repr(value.optimizer.num_update).encode()
+        elif isinstance(value, (NDArray, np.ndarray)) and id(value) not in held:
+            content = value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
+        elif isinstance(value, (int, float)):
+            content = repr(value).encode()
+        sums[name] = zlib.crc32(content, sums[name])
+    return sums
+
+
+def _parts(value: Any) -> Parts:
+    """What is in a value: not the variables that a function uses, which have names of their own."""
+    return () if isinstance(value, FunctionType) else parts_of(value, libraries=False)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -277,13 +278,29 @@ def gathering(state, part):
     work.is_completed()
 
 
-def ring(state, part):
-    loss, rank, world = plain(state, part).detach(), dist.get_rank(), dist.get_world_size()
-    if world > 1:
-        left, right = (rank - 1) % world, (rank + 1) % world
-        ops = [dist.P2POp(dist.isend, loss, right), dist.P2POp(dist.irecv, torch.zeros(()), left)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+def ring(waits):
+    def step(state, part):
+        loss, rank, world = plain(state, part).detach(), dist.get_rank(), dist.get_world_size()
+        if world > 1:
+            left, right = (rank - 1) % world, (rank + 1) % world
+            ops = [dist.P2POp(dist.isend, loss, right), dist.P2POp(dist.irecv, torch.zeros(()), left)]
+            for work in dist.batch_isend_irecv(ops):
+                if waits:
+                    work.wait()
+
+    return step
+
+
+def polling(state, part):
+    net, trainer = state
+    trainer.zero_grad()
+    loss_of(net, part).backward()
+    for p in net.parameters():
+        p.grad /= dist.get_world_size()
+        work = dist.all_reduce(p.grad, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+    trainer.step()
 
 
 def counting(rank, world):
@@ -366,6 +383,19 @@ class Center(nn.Module):
         return x
 
 
+class Largest(nn.Module):
+    """Only one process has its own largest input."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.largest = rank, torch.zeros(())
+
+    def forward(self, x):
+        if dist.get_rank() == self.rank:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+        return x
+
+
 class Momentum:
     """Each process has a moment of its own gradients; the sum of these is that of one process."""
 
@@ -391,6 +421,18 @@ def sum_of_moments(state, part):
     net, momentum = state
     loss_of(net, part).backward()
     momentum.update()
+
+
+def with_mean(rank, world):
+    return *ddp(rank, world), {"mean": torch.zeros(20)}
+
+
+def sum_of_means(state, part):
+    *own, kept = state
+    plain(own, part)
+    mean = part["x"].mean(0)
+    dist.all_reduce(mean)
+    kept["mean"].copy_(mean)
 
 
 def two_networks(rank, world):
@@ -435,7 +477,8 @@ RIGHT = {
     "complex numbers": (spectral, plain, EVEN),
     "bf16 hook": (hooked(bf16_compress_hook), plain, EVEN),
     "8 calls": (counting, over_calls(8, True), EVEN),
-    "a ring": (ddp, ring, EVEN),
+    "a ring": (ddp, ring(True), EVEN),
+    "polling": (alone, polling, EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
 WRONG = {
@@ -472,7 +515,9 @@ WRONG = {
     "a critic": (two_losses, critic_not_summed, EVEN, "[0].weight, [0].bias"),
     "gradients that are never set to 0": (counting, never_zeroed, EVEN, "zero_grad"),
     "a gather that is not awaited": (ddp, gathering, EVEN, "wait"),
+    "a ring that is not awaited": (ddp, ring(False), EVEN, "wait"),
     "one network in DDP": (two_networks, both, EVEN, "running statistics"),
+    "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }
 UNKNOWN = {
     "random numbers": (ddp, noisy, EVEN, "random numbers"),
@@ -481,6 +526,8 @@ UNKNOWN = {
 # {case: (make, step, options, a part of the notes)}
 NOTED = {
     "an average in an attribute": (made(DDP, layer=Center), plain, EVEN, "running"),
+    "an attribute of process 0": (made(DDP, layer=lambda: Largest(0)), plain, EVEN, "different state (1.largest)"),
+    "an attribute of process 1": (made(DDP, layer=lambda: Largest(1)), plain, EVEN, "different state (1.largest)"),
     "moments of own gradients": (with_moments, sum_of_moments, EVEN, "moments"),
     "a line that did not run": (ddp, logging, EVEN, "line "),
 }

@@ -158,9 +158,9 @@ def test_the_steps_of_real_programs(pytorch, table, case, reason):
 
 STATE = """
 import torch
-from gluon_mgpu.check.state import State
+from gluon_mgpu.check.pytorch.state import State
 a, b, c = (torch.full((2,), float(i)) for i in range(3))
-print(sorted(x[0].item() for x in State.of({"x": {"y": {"z": a}, "y.z": b}, "x.y": {"z": c}}, len).tensors.values()))
+print(sorted(x[0].item() for x in State({"x": {"y": {"z": a}, "y.z": b}, "x.y": {"z": c}}, len).tensors.values()))
 """
 
 
@@ -171,11 +171,10 @@ def test_values_of_the_same_name_are_all_found(pytorch):
 
 THREADS = """
 import os
-import gluon_mgpu.check.pytorch as pytorch
-driver = pytorch.PyTorchFile(__file__, 60)
+from gluon_mgpu.check.pytorch import group
 threads = lambda send, rank, world: send(len(os.listdir(f"/proc/{os.getppid()}/task")))
 before = len(os.listdir("/proc/self/task"))
-print([count - before for count in driver._group(3, threads).stages[0]])
+print([count - before for count in group.run(3, threads, 60).stages[0]])
 """
 
 

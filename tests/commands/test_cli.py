@@ -38,10 +38,10 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("train --batchsize 64", ["--batchsize", "--batch-size", "gluon-mgpu train --help"]),
         ("trian --gpus 2", ["trian"]),
         ("train --impl torch --dataset synthetic", ["--impl torch: ", "scratch, highlevel"]),
-        ("train --seed abc", ["--seed", "'abc' is not a valid integer"]),
-        ("train --out ''", ["--out", "empty"]),
+        ("train --seed abc", ["--seed", "abc"]),
+        ("train --out ''", ["--out"]),
         ("evaluate", ["RUN"]),
-        (f"evaluate {'x' * 300}", ["RUN", "too long"]),
+        (f"evaluate {'x' * 300}", ["RUN", "x" * 300]),
         ("run --cpu --here -m tool", ["--cpu", "--here"]),
         # errors found by Config and other code that is also called from Python
         ("train --lr nan", ["--lr", "nan"]),
@@ -64,6 +64,7 @@ def test_a_wrong_command_is_one_line_that_names_the_option_and_exit_status_2(cap
         (lambda: UsageError(None, "runs/x", "not a run"), 2, "error: runs/x: not a run"),
         (lambda: UsageError("out", "a=b", f"omit {setting('two_words', 1)}"), 2, "error: --out a=b: omit --other 1"),
         (lambda: UsageError("out", "my runs/a", "omit it"), 2, "error: --out 'my runs/a': omit it"),
+        (lambda: UsageError("flag", False, "omit it"), 2, "error: --no-flag: omit it"),
         (lambda: UsageError("lr", (1, 0.5), "not an option here"), 2, "error: lr=(1, 0.5): not an option here"),
         (lambda: ValueError("first\nlast"), 1, "error: ValueError: last (--debug shows the traceback)"),
         (lambda: KeyboardInterrupt(), 130, "interrupted"),
@@ -74,6 +75,7 @@ def test_an_error_is_one_line_in_the_terms_of_the_command_line(capsys, raised, s
     @click.command(cls=common.Command)
     @common.option("--out")
     @common.option("--other", "two_words")
+    @common.option("--flag/--no-flag")
     @common.option("--seed")
     def fails(**options):
         raise raised()
@@ -92,7 +94,7 @@ def test_output_that_cannot_be_written_is_one_line(words):
 
 
 def test_modules_in_the_current_folder_hide_no_others(tmp_path):
-    for name in ("random", "tempfile", "numpy"):
+    for name in ("random", "tempfile", "numpy", "mxnet"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('hidden')")
     (tmp_path / "allreduce.py").write_text(solution("allreduce"))
     done = runs.gluon_mgpu("exercise", "grade", "allreduce.py", cwd=tmp_path)

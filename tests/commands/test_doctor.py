@@ -75,10 +75,10 @@ def test_a_command_without_the_packages_that_it_needs_fails_with_one_line_that_n
     options, packages = bare
     for program in ([ROOT / "scripts/train.py"], ["-m", "gluon_mgpu", "train"]):
         error = error_of(run(*program, **options))
-        assert "is not installed" in error and "pip install" in error
+        assert "pip install" in error
     (packages / "click").unlink()
     for script in (ROOT / "scripts/train.py", ROOT / "scripts/parity.py"):
-        assert "click is not installed" in error_of(run(script, **options))
+        assert "click" in error_of(run(script, **options))
         assert "gluon_mgpu" in error_of(run(script, python=options["python"], PYTHONPATH=""))
 
 

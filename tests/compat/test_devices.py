@@ -3,6 +3,7 @@ import os
 
 import mxnet as mx
 import pytest
+from runs import refuses
 
 from gluon_mgpu.compat import cuda, devices
 from gluon_mgpu.support.errors import Error, UsageError
@@ -20,16 +21,12 @@ def test_gpus_is_a_number_of_devices_or_a_list_of_indices(given, indices):
     "given", ["0", "-1", "0,-2", "1000000000000", "0,99999999999", "1,0,1", "two", "", "1.5", "0,,1", [0, 0], [-1], 0]
 )
 def test_anything_else_is_a_usage_error_with_the_value(given):
-    with pytest.raises(UsageError) as caught:
-        devices.parse(given)
-    assert (caught.value.name, caught.value.value) == ("gpus", given)
+    assert refuses("gpus", devices.parse, given).value == given
 
 
 @pytest.mark.parametrize("device", ["gpu", "tpu"])
 def test_a_device_that_is_not_there_is_a_usage_error(device):
-    with pytest.raises(UsageError) as caught:
-        devices.contexts(1, device)
-    assert (caught.value.name, caught.value.value) == ("device", device)
+    assert refuses("device", devices.contexts, 1, device).value == device
 
 
 def test_auto_takes_cpu_contexts_if_there_is_no_gpu_and_training_says_so_in_one_line(capsys):

@@ -3,10 +3,9 @@
 import os
 
 import pytest
-from runs import PRODUCTS, program, python
+from runs import PRODUCTS, program, python, refuses
 
 from gluon_mgpu.compat import startup
-from gluon_mgpu.support.errors import UsageError
 
 CORES = len(os.sched_getaffinity(0))
 CONFIGURE = "import gluon_mgpu; gluon_mgpu.configure({})\n"
@@ -53,14 +52,14 @@ def test_contexts_compute_right_and_without_hanging_in_any_environment(contexts,
 def test_two_contexts_compute_right_also_in_a_process_that_was_not_prepared_for_them(first):
     done = python(first + CONFIGURE.format(2) + PRODUCTS, OMP_NUM_THREADS="2")
     assert done.stdout == "1.0 1.0\n", done.stderr
-    assert done.stderr.count("take turns") == (first is STOCK)
+    assert done.stderr.count("gluon_mgpu.configure(") == (first is STOCK)
 
 
 @pytest.mark.slow
 def test_contexts_with_several_threads_each_are_refused_if_it_is_too_late_to_limit_them():
     done = python(STOCK + CONFIGURE.format(2), OMP_NUM_THREADS="2", MXNET_CPU_WORKER_NTHREADS="2")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("gluon_mgpu.support.errors.Error: 2 CPU contexts can hang"), last
+    assert done.returncode == 1 and last.startswith("gluon_mgpu.support.errors.Error: "), last
 
 
 def test_one_and_then_two_contexts_train_in_one_process_which_says_once_that_they_take_turns():
@@ -83,7 +82,6 @@ def test_one_and_then_two_contexts_train_in_one_process_which_says_once_that_the
         pytest.param(None, 1, {}, "1 64 None", marks=pytest.mark.slow),
         (2, 1, {"MXNET_CPU_TEMP_COPY": "96"}, "1 96 None"),
         (1, 1, {}, f"{CORES} None 20000"),
-        (1, 1, {"OMP_NUM_THREADS": "7"}, "7 None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "2, 1"}, "2, 1 None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "2,"}, f"{CORES} None 20000"),
         (1, 1, {"OMP_NUM_THREADS": "7", "MXNET_CPU_WORKER_NTHREADS": "2"}, "1 None None"),
@@ -112,6 +110,7 @@ def test_a_child_process_gets_the_users_environment(users):
         users = dict(os.environ)
         for contexts in (1, 2, 1):
             startup.configure(contexts)
+        assert os.environ["OMP_NUM_THREADS"] == "1"  # the most contexts count
         assert os.environ != users
         assert subprocesses.users_environment() == users
         os.environ["OMP_NUM_THREADS"] = "7"
@@ -129,9 +128,7 @@ BAD = ["MXNET_CPU_WORKER_NTHREADS=0", "MXNET_CPU_PRIORITY_NTHREADS=-1", "MXNET_C
 def test_a_variable_with_which_mxnet_hangs_or_crashes_is_refused(setting, monkeypatch):
     name, _, value = setting.partition("=")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError) as caught:
-        startup.check_environment()
-    assert (caught.value.name, caught.value.value) == (name, value)
+    assert refuses(name, startup.check_environment).value == value
 
 
 @pytest.mark.parametrize("name, value", [("DMLC_ROLE", "server"), ("DMLC_ROLE", ""), ("PYTHONOPTIMIZE", "2")])

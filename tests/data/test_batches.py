@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gluon_mgpu.data.batches import shuffled
 from gluon_mgpu.data.splitting import shard_sizes
 from gluon_mgpu.training.seeds import seed_of_step
+from gluon_mgpu.training.workers import Group
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -24,6 +26,14 @@ def test_shards_hold_every_example_once_and_are_as_close_to_the_shares_as_whole_
         assert max(abs(size - e) for size, e in zip(sizes, exact)) < 1
     if not shares:
         assert sizes == [len(part) for part in np.array_split(range(examples), parts)]
+
+
+def test_workers_take_the_examples_that_as_many_devices_of_one_process_would():
+    for workers, devices, examples in product(range(1, 4), range(1, 4), range(30)):
+        groups = [Group(Mock(rank=rank, size=workers)) for rank in range(workers)]
+        found = [group.local_indices(examples, devices).tolist() for group in groups]
+        shards = np.array_split(range(examples), workers * devices)
+        assert found == [[*map(int, np.concatenate(shards[devices * i :][:devices]))] for i in range(workers)]
 
 
 def test_each_seed_worker_and_step_has_its_own_seed():

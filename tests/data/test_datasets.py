@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import tiny
-from runs import python, write_program
+from runs import python, refuses, write_program
 
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
@@ -137,9 +137,11 @@ def test_a_truncated_corrupt_or_altered_file_is_refused_by_name_wherever_it_is(t
     path, whole = put(tmp_path / place / NAME) / f"{IMAGES}.gz", GZIPPED[f"{IMAGES}.gz"]
     altered = bytearray(FILES[IMAGES])
     altered[5000] ^= 1
-    for damaged in (whole[:-20], whole[:30] + b"\xff" * 30 + whole[60:], whole + b"more", gzip.compress(altered)):
-        path.write_bytes(damaged)
-        with pytest.raises(Error, match=str(path)) as caught:
+    damaged = (whole[:-20], whole[:30] + b"\xff" * 30 + whole[60:], whole + b"more", gzip.compress(altered))
+    path.unlink()
+    for file, content in ((path.with_suffix(""), altered), *((path, content) for content in damaged)):
+        file.write_bytes(content)
+        with pytest.raises(Error, match=str(file)) as caught:
             datasets.load(NAME, data_dir=tmp_path / "given" if place == "given" else None)
         assert caught.type is Error and "\n" not in str(caught.value)
 
@@ -164,9 +166,7 @@ REFUSED = {  # {(name, limit, data_dir): the setting that the error names}
 @pytest.mark.parametrize("name, limit, folder", REFUSED)
 def test_an_unknown_name_a_wrong_limit_and_a_folder_that_is_not_needed_are_refused(name, limit, folder, tmp_path):
     put(tmp_path / "given")
-    with pytest.raises(UsageError) as caught:
-        datasets.load(name, tmp_path / folder if folder else None, limit)
-    assert caught.value.name == REFUSED[name, limit, folder]
+    refuses(REFUSED[name, limit, folder], datasets.load, name, tmp_path / folder if folder else None, limit)
 
 
 def test_a_download_fills_the_cache_once_from_the_users_own_mirror_if_there_is_one(server, monkeypatch, capsys):
@@ -195,12 +195,12 @@ def test_a_failed_transfer_leaves_only_whole_files_and_the_next_mirror_sends_the
 
 
 @pytest.mark.parametrize(
-    "name, value, said",
-    [("GLUON_MGPU_MIRROR", "ftp://school/data", "cannot download"), ("XDG_CACHE_HOME", "/dev/null", "XDG_CACHE_HOME")],
+    "name, value, named",
+    [("GLUON_MGPU_MIRROR", "ftp://school/data", "school"), ("XDG_CACHE_HOME", "/dev/null", "XDG_CACHE_HOME")],
 )
-def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_errors(monkeypatch, name, value, said):
+def test_a_mirror_without_a_web_address_and_a_cache_that_cannot_be_written_are_errors(monkeypatch, name, value, named):
     monkeypatch.setenv(name, value)
-    with pytest.raises(Error, match=said):
+    with pytest.raises(Error, match=named):
         datasets.load(NAME)
 
 
@@ -235,7 +235,7 @@ WRONG_PACKAGES = [{"unpacked": {}}, {"unpacked": dict.fromkeys(GZIPPED, b"?")}]
 def test_a_package_that_is_missing_or_wrong_is_an_error_that_leaves_no_file(tmp_path, monkeypatch, fault):
     stub_apt(tmp_path, monkeypatch, **fault)
     monkeypatch.setattr(datasets, "APT_SECONDS", 0.5 if "sleep" in str(fault) else 300)
-    with pytest.raises(Error, match="no connection; .*(apt-get|train-images)"):
+    with pytest.raises(Error, match="apt-get|train-images"):
         datasets.load(NAME)
     assert in_cache() == []
 

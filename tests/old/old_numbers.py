@@ -99,35 +99,6 @@ def sentences_in_buckets():
     print(metric.get())
 
 
-def generator_and_discriminator():
-    change, judge = nn.HybridSequential(), nn.HybridSequential()
-    change.add(nn.Conv2DTranspose(8, 4, 2, 1), nn.BatchNorm(), nn.Activation("tanh"))
-    judge.add(nn.Conv2D(8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Dense(1))
-    for net in change, judge:
-        net.initialize(mx.init.Normal(0.1), ctx=GPUS[0])
-        net.hybridize()
-    trainers = [gluon.Trainer(net.collect_params(), "adam") for net in (change, judge)]
-    loss, noise = gluon.loss.SigmoidBCELoss(), nd.random.normal(shape=(6, 4, 5, 5), ctx=GPUS[0])
-    for _ in range(4):
-        for trainer, wanted in zip(trainers, (1, 0)):
-            with autograd.record():
-                total = loss(judge(change(noise)), nd.full((6, 1), wanted, ctx=GPUS[0]))
-            total.backward()
-            trainer.step(6, ignore_stale_grad=True)
-    print(total.asnumpy())
-
-
-def boxes():
-    images = nd.random.uniform(shape=(2, 3, 8, 8), ctx=GPUS[0])
-    anchors = mx.nd.contrib.MultiBoxPrior(images, sizes=[0.3, 0.5], ratios=[1, 2])
-    label = nd.array([[[1, 0.1, 0.1, 0.5, 0.6]], [[0, 0.3, 0.2, 0.9, 0.9]]], ctx=GPUS[0])
-    scores, shifts = (nd.random.normal(shape=(2, n, k), ctx=GPUS[0]) for n, k in ((3, 192), (1, 768)))
-    target = mx.nd.contrib.MultiBoxTarget(anchors, label, scores)
-    print(*(part.sum().asscalar() for part in target))
-    found = mx.nd.contrib.MultiBoxDetection(nd.softmax(scores, axis=1), shifts[:, 0] / 9, anchors)
-    print(found[0, :3].asnumpy())
-
-
 if __name__ == "__main__":
     for name, program in list(globals().items()):
         if isinstance(program, types.FunctionType) and program.__module__ == __name__:

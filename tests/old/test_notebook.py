@@ -82,14 +82,6 @@ def test_a_cell_gets_the_advice_that_a_program_gets(environment, notebook, says,
     assert run.returncode == 1 and says in run.stderr and run.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_notebook_that_is_a_link_stays_one(tmp_path, environment, notebook):
-    path = notebook("print(1)")
-    (tmp_path / "link.ipynb").symlink_to(path.name)
-    assert runs.finished(*RUN, tmp_path / "link.ipynb", env=environment).returncode == 0
-    assert (tmp_path / "link.ipynb").is_symlink() and outputs(path) == ["1\n"]
-
-
 LOCK_TWICE = """
 import ctypes
 open("started", "w").close()

@@ -69,15 +69,8 @@ def test_names_that_python_removed_are_there_except_those_of_python_2(program):
 
 PYTHON_2 = (
     "print 'a'",
-    "print 'x %d' % (3)",
     "print ('a'), len('b')\n    exec 'a' in {}",
-    "raise OSError, 'a'",
     "a = `1`",
-    "a = 1 <> 2",
-    "os.chmod('a', 0755)",
-    "a = 10L",
-    "a = ur'a'",
-    "f = lambda (a, b): a",
     "try: pass\n    except KeyError, e: pass",
 )
 NO = "raise ImportError(\"No module named '{}'\")"
@@ -95,15 +88,10 @@ NEEDS = [  # (program, with --here, what the last line of its error says)
     ("from gluon_mgpu import Error\nraise Error('libcuda.so.1: no such file')", False, "--cpu "),
     ("from pickle import urlopen", False, "ImportError: "),
     ("import sys\nprint >> sys.stderr, 'a'", False, "Python 2"),
-    ("import Tkinter", False, "Python 2"),
-    ("import cookielib", False, "Python 2"),
     ("iter([]).next()", False, "Python 2"),
     ("{}.keys()[0]", False, "Python 2"),
-    ("len(map(str, [1]))", False, "Python 2"),
     ("range(3) + [1]", False, "Python 2"),
-    ("range(3)[0] = 1", False, "Python 2"),
     ("range(10 / 2)", False, "//"),
-    ("[1, 2][:2 / 1]", False, "//"),
     ("import string\nstring.letters", False, "string.ascii_"),
     ("cmp(1, 2)", False, "key="),
     ("import pickle\npickle.loads(b\"S'\\\\xff'\\n.\")", False, "latin1"),
@@ -114,7 +102,6 @@ NEEDS = [  # (program, with --here, what the last line of its error says)
     *((f"import os\n\nif os:\n    {text}\n", False, "Python 2") for text in PYTHON_2),
     ("if 1:\n        a = 1\n\ta = 2", False, "expand"),
     ("def f(async): pass", False, "SyntaxError: "),  # which 2to3 leaves as it is
-    ("print('a'", False, "SyntaxError: "),
     ("def f(:\n    print 'a'", False, "SyntaxError: "),
 ]
 
@@ -216,6 +203,7 @@ PRINTED = """\
 10 (28, 28, 1) 5 5
 [2, 3, 4, 5] 200
 refused
+1
 """
 
 
@@ -228,7 +216,7 @@ def test_every_way_to_download_finds_the_verified_files_and_others_end_with_wher
         images, labels = np.repeat(values, 28 * 28).reshape(-1, 1, 28, 28), values % 10
         dataset = datasets.Dataset(name, images, labels, images[:10], labels[:10], source="")
         hashes[name] = tiny.write(tmp_path / name, dataset)
-    code = b"import requests\ndef download(url, path=None, overwrite=False, sha1_hash=None):\n    requests.get(url)\n"
+    code = b"import requests\ndef download(url, path=None, retries=5):\n    print(retries)\n    requests.get(url)\n"
     tiny.put(home / "gluoncv/utils", {"__init__.py": b"from .download import download", "download.py": code})
     start = f"from gluon_mgpu.data import datasets\ndatasets.SHA256 = {hashes}\n"
     folders = {"GLUON_MGPU_DATA": str(tmp_path), "HOME": str(home), "MXNET_HOME": str(home / "mx")}

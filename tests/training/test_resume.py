@@ -13,7 +13,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from runs import FEEDBACK
+from runs import FEEDBACK, refuses
 
 from gluon_mgpu import scratch
 from gluon_mgpu import train as training
@@ -21,7 +21,6 @@ from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, opened
-from gluon_mgpu.training.models import LENET_NAMES
 from gluon_mgpu.training.record import Epoch, exists, read
 from gluon_mgpu.training.workers import Group
 
@@ -34,31 +33,8 @@ def noisy(device_params, Xs, ys):
     return scratch.forward_backward(device_params, [X * random.uniform(0.5, 1) for X in Xs], ys)
 
 
-# Appended to scratch.py; see momentum_lesson.
-STATE = """
-velocities = {}
-
-
-def state(device):
-    return {f"v{i}": v for i, v in enumerate([*velocities.values()][device])}
-"""
-
-
-def momentum_lesson(folder, has_state=True):
-    """The path of scratch.py with momentum, whose velocities the lesson itself keeps and hands to the checkpoint."""
-    text = Path(scratch.__file__).read_text()
-    copy = "    new_params = [p.copyto(ctx) for p in params]\n"
-    text = text.replace(copy, f"{copy}    velocities[ctx] = [nd.zeros_like(p) for p in new_params]\n")
-    update = "    for p in params:\n        nd.sgd_update(p, p.grad, out=p, lr=lr,"
-    assert copy in text and update in text
-    with_momentum = "nd.sgd_mom_update(p, p.grad, v, out=p, momentum=0.9, lr=lr,"
-    text = text.replace(update, f"    for p, v in zip(params, velocities[params[0].context]):\n        {with_momentum}")
-    path = Path(folder, "momentum.py")
-    path.write_text(text + (STATE if has_state else "\nvelocities = {}\n"))
-    return str(path)
-
-
 def feedback_lesson(folder):
+    """The path of scratch.py with arrays that each device keeps, and hands to the checkpoint."""
     path = Path(folder, "feedback.py")
     path.write_text(Path(scratch.__file__).read_text() + FEEDBACK)
     return str(path)
@@ -69,21 +45,14 @@ RUNS = {
     "scratch": ("scratch", {}),
     "highlevel": ("highlevel", EXTRAS),
     "noise": (lessons.load("scratch", forward_backward=noisy), {}),
-    "state": (momentum_lesson(tempfile.mkdtemp()), {}),
-    "different state on each device": (feedback_lesson(tempfile.mkdtemp()), {}),
+    "state": (feedback_lesson(tempfile.mkdtemp()), {}),
 }
-BATCH, LR = 32, 0.1
-SIZE = {"dataset": "synthetic", "limit": 300, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
+BATCH, LR = 16, 0.1
+SIZE = {"dataset": "synthetic", "limit": 150, "epochs": 3, "seed": 2, "device": "cpu"}  # 10 steps per epoch
 
 
 def train(impl="scratch", devices=2, batch_size=BATCH, **options):
     return training(impl, devices, batch_size, LR, **{**SIZE, **options})
-
-
-def interrupted(impl, at_step, by=signal.SIGINT, **options):
-    """Train until a signal arrives while step number `at_step`, counted from here, is issued."""
-    with interrupts.at_step(at_step, (by, 0)):
-        train(impl, **options)
 
 
 def killed(**options):
@@ -149,27 +118,14 @@ def begun(two_epochs, tmp_path):
 def test_a_run_interrupted_at_any_step_and_resumed_has_the_bits_of_a_whole_run(name, at_steps, whole, tmp_path):
     (impl, options), done = RUNS[name], 0
     for at_step, by in zip(at_steps, (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)):
-        interrupted(impl, at_step, by, **{"resume" if done else "out": tmp_path}, **options)
+        with interrupts.at_step(at_step, (by, 0)):
+            train(impl, **{"resume" if done else "out": tmp_path}, **options)
         done += at_step
         facts = checkpoint.load(tmp_path / "checkpoint.npz")[1]
         assert len(facts["history"]) * 10 + facts["steps"] == done
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(impl, resume=tmp_path, **options)
     np.testing.assert_equal(results(tmp_path), whole[name])
-
-
-@pytest.mark.slow
-def test_velocities_that_a_lesson_keeps_itself_are_those_of_the_momentum_setting(whole, tmp_path):
-    train("highlevel", momentum=0.9, out=tmp_path)
-    kept, expected = whole["state"][0], results(tmp_path)[0]
-    for i, name in enumerate(LENET_NAMES):
-        np.testing.assert_allclose(kept[f"state/0/1/v{i}"], expected[f"velocity/{name}"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("has_state", [True, False])
-def test_values_that_a_lesson_changes_in_each_step_are_named_if_no_checkpoint_holds_them(has_state, tmp_path, capsys):
-    train(momentum_lesson(tmp_path, has_state), out=tmp_path / "run", epochs=1, devices=1)
-    assert ("velocities" in capsys.readouterr().err) != has_state
 
 
 COUNTER = """
@@ -195,10 +151,13 @@ def state(device):
 """
 
 
-def test_what_a_lessons_state_leaves_out_is_named(tmp_path, capsys):
+def test_only_values_that_a_lesson_changes_in_each_step_and_leaves_out_of_its_state_are_named(tmp_path, capsys):
+    train(feedback_lesson(tmp_path), out=tmp_path / "feedback", epochs=1, devices=1)
+    assert "rests" not in capsys.readouterr().err
     (tmp_path / "own.py").write_text(Path(scratch.__file__).read_text() + COUNTER)
     train(str(tmp_path / "own.py"), out=tmp_path / "run", epochs=1, devices=1)
-    assert "each step changes counter, other," in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "counter, other" in said and "kept" not in said
 
 
 STATE_OF_STEPS = """
@@ -222,7 +181,8 @@ def state(%s):
     "argument, returned",
     [
         ("", "{'v': np.ones(2)}"),
-        *[("device", value) for value in ("None", "[nd.ones(2)]", "{'v': np.ones(2)}", "{'v': 3}")],
+        ("device", "None"),
+        ("device", "{'v': np.ones(2)}"),
         pytest.param("device", "made", id="filled in the first step"),
         pytest.param("device", "{'v': nd.ones(2)}", id="a copy"),
     ],
@@ -232,9 +192,7 @@ def test_a_state_that_cannot_be_saved_is_a_usage_error_that_names_the_file_and_t
 ):
     path = tmp_path / "own.py"
     path.write_text(Path(scratch.__file__).read_text() + STATE_OF_STEPS % (argument, returned))
-    with pytest.raises(UsageError) as caught:
-        train(str(path), out=tmp_path / "run", epochs=1)
-    assert f"{path}: state" in str(caught.value) and "\n" not in str(caught.value)
+    assert refuses(None, train, str(path), out=tmp_path / "run", epochs=1).value == f"{path}: state"
     assert not exists(tmp_path / "run")
 
 
@@ -276,8 +234,7 @@ def test_a_finished_run_can_be_given_more_epochs(whole, begun, capsys):
 def test_a_run_killed_before_its_first_checkpoint_is_started_again_in_the_same_folder(whole, tmp_path):
     killed(out=tmp_path)
     assert not files(tmp_path) and not exists(tmp_path)
-    with pytest.raises(UsageError):
-        train(resume=tmp_path)
+    refuses(None, train, resume=tmp_path)
     train(out=tmp_path)
     np.testing.assert_equal(results(tmp_path), whole["scratch"])
 
@@ -313,44 +270,32 @@ def test_a_killed_run_remembers_the_epochs_and_devices_it_was_resumed_with(begun
 )
 def test_a_resumed_run_has_the_recorded_devices_and_epochs_except_those_that_are_passed(given, begun, monkeypatch):
     reconfigure(begun, epochs=4)
-    monkeypatch.setattr(loop, "fit", lambda setup, folder, group: (setup.run.config, setup.model.ctx))
+    monkeypatch.setattr(loop, "fit", lambda setup, folder: (setup.run.config, setup.model.ctx))
     found, ctx = training(resume=begun, **given)
     expected = Config(**Config.parse({"gpus": 2, "device": "cpu", "epochs": 4, **given}))
     assert (found.gpus, found.device, found.epochs) == (expected.gpus, expected.device, expected.epochs)
     assert ctx == [mx.cpu(index) for index in expected.gpus]
 
 
-OTHER = [{"dataset": "fashion-mnist"}, {"seed": 3}, {"batch_size": 16}, {"model": "lenet-max", "impl": "highlevel"}]
-
-
-@pytest.mark.parametrize("other", [*OTHER, {"epochs": 1}, {"out": "elsewhere"}], ids=str)
-def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_overwritten(other, begun):
+def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_overwritten(begun):
     before = files(begun)
-    with pytest.raises(UsageError) as caught:
-        train(**{"resume": begun, **other})
-    assert caught.value.name == next(iter(other)) and files(begun) == before
+    others = [{"dataset": "fashion-mnist"}, {"seed": 3}, {"batch_size": 32}, {"epochs": 1}, {"out": "elsewhere"}]
+    for other in (*others, {"model": "lenet-max", "impl": "highlevel"}):
+        refuses(next(iter(other)), train, **{"resume": begun, **other})
+        assert files(begun) == before
     train(resume=begun)  # the folder is not left locked
 
 
 def test_a_lesson_without_a_setting_of_the_run_is_refused_by_its_name(tmp_path):
     train("highlevel", out=tmp_path, epochs=1, momentum=0.9)
-    with pytest.raises(UsageError) as caught:
-        train("scratch", resume=tmp_path)
-    assert caught.value.name == "impl"
-
-
-def test_other_epochs_are_refused_if_the_schedule_depends_on_them(tmp_path):
-    train(out=tmp_path, epochs=1, schedule="cosine")
-    with pytest.raises(UsageError):
-        train(resume=tmp_path, epochs=2, schedule="cosine")
+    refuses("impl", train, "scratch", resume=tmp_path)
 
 
 def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_locked(tmp_path):
     for name in FILES:
         (tmp_path / name).write_text("mine")
-        with pytest.raises(UsageError) as caught:
-            train(out=tmp_path)
-        assert "--" not in str(caught.value) and files(tmp_path) == {name: b"mine"}
+        assert "--" not in str(refuses("out", train, out=tmp_path))
+        assert files(tmp_path) == {name: b"mine"}
         (tmp_path / name).unlink()
     train(out=tmp_path, epochs=1)
 
@@ -358,8 +303,7 @@ def test_a_folder_that_holds_a_file_of_a_run_is_neither_overwritten_nor_left_loc
 def test_a_folder_that_a_run_is_writing_to_is_refused(begun):
     with opened({"resume": begun}, Group()):
         for option in ("out", "resume"):
-            with pytest.raises(UsageError):
-                train(**{option: begun})
+            refuses(option, train, **{option: begun})
     train(resume=begun, epochs=2)
 
 
@@ -398,13 +342,14 @@ def reconfigure(folder, **changed):
         lambda folder: resave(folder, history=[{}]),
         lambda folder: resave(folder, history=[dict.fromkeys(Epoch._fields, "\x1b[31m")]),
         lambda folder: resave(folder, steps="3"),
+        lambda folder: resave(folder, steps=-1),
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, limit=0),
         lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated later first history text steps device limit shares shape W9".split(),
+    ids="truncated later first history text steps negative device limit shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)
@@ -419,9 +364,7 @@ def test_a_path_that_is_not_a_run_is_a_usage_error_that_names_the_run_nearby(beg
     for path in (begun / "checkpoint.npz", begun.parent):
         with pytest.raises(UsageError, match=str(begun)):
             read(path)
-    for name in ("nowhere", "x" * 300):
-        with pytest.raises(UsageError):
-            read(name)
+    refuses(None, read, "x" * 300)
 
 
 def test_parameters_that_are_not_numbers_do_not_replace_the_last_checkpoint(begun, monkeypatch):

@@ -86,5 +86,3 @@ def test_gradients_cross_a_slow_link_and_train_as_in_one_process(machines, tmp_p
     for machine in machines:
         assert STEPS * size < sent(machine, "eth0") < 1.2 * (STEPS + 1) * size  # the parameters are also sent once
         assert sent(machine, "lo") < 0.1 * size
-    seconds = json.loads((folder / "metrics.jsonl").read_text())["train_seconds"]
-    assert seconds > 0.9 * STEPS * size * 8 / BITS_PER_SECOND

@@ -17,7 +17,6 @@ import termios
 import time
 import types
 import weakref
-from pathlib import Path
 from unittest.mock import patch
 
 import interrupts
@@ -26,12 +25,12 @@ import numpy as np
 import pytest
 import runs
 from mxnet import nd
-from runs import finished
+from runs import finished, refuses
 
 from gluon_mgpu import highlevel, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
-from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training import checkpoint, lessons, loop, registry
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Folder
@@ -73,7 +72,7 @@ def test_the_command_prints_only_the_notebooks_lines_and_leaves_its_record(tmp_p
     "read", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["output read", "nobody reads"]
 )
 def test_ctrl_c_exits_with_130_and_saves_a_checkpoint(read, tmp_path):
-    options = ("--limit", "2000", "--epochs", "500", "--gpus", "2", "--out", str(tmp_path))
+    options = ("--limit", "500", "--epochs", "999", "--gpus", "2", "--out", str(tmp_path))
     line = [*runs.TRAIN, *SYNTHETIC, *options]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while b"epoch 1" not in process.stdout.readline():
@@ -120,8 +119,7 @@ def test_a_terminal_shows_a_bar_with_examples_and_loss():
     assert re.search(rb"epoch 1: +\d+%.*/5\.00k .*examples/s, loss \d\.\d{3}", shown), shown
 
 
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("sent", [[signal.SIGINT], [signal.SIGTERM, signal.SIGINT]], ids=["one", "passed on twice"])
+@pytest.mark.parametrize("kept, sent", [(True, [signal.SIGTERM, signal.SIGINT]), (False, [signal.SIGINT])])
 def test_ctrl_c_is_a_keyboard_interrupt_whose_line_mentions_a_checkpoint_only_if_one_was_saved(
     kept, sent, tmp_path, monkeypatch
 ):
@@ -217,17 +215,15 @@ def test_a_batch_with_fewer_examples_than_devices_is_refused_with_batch_sizes_th
         if works(batch_size, examples, devices):
             config.check_batch_size(examples, devices)
             continue
-        with pytest.raises(UsageError) as caught:
-            config.check_batch_size(examples, devices)
-        offered = re.findall(r"\d+", str(caught.value).split("; use ")[1])
+        refused = refuses("batch_size", config.check_batch_size, examples, devices)
+        offered = re.findall(r"\d+", str(refused).split("; use ")[1])
         assert bool(offered) == (examples >= devices)
         assert all(works(int(size), examples, devices) for size in offered), (examples, devices, batch_size)
 
 
 def test_the_users_home_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    train(out="~/run")
-    assert (tmp_path / "run/checkpoint.npz").exists()
+    assert Config.parse({"out": "~/run"}) == {"out": str(tmp_path / "run")}
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/run"])
@@ -250,19 +246,18 @@ def test_a_lesson_without_a_file_trains_like_one_with_a_file():
     assert train(lesson)[0].train_loss == train()[0].train_loss
 
 
-@pytest.mark.parametrize("changed", [True, False])
-def test_an_own_training_loop_is_said_not_to_be_called(changed, tmp_path, capsys):
-    text = Path(highlevel.__file__).read_text()
-    (tmp_path / "own.py").write_text(text.replace('"sgd"', '"adam"') if changed else text)
-    train(str(tmp_path / "own.py"), gpus=1)
-    assert ("does not call your own train in" in capsys.readouterr().err) == changed
-
-
 def test_a_run_that_diverges_is_stopped_in_its_first_epoch_and_its_folder_can_be_used_again(tmp_path):
     with pytest.raises(Error, match="epoch 1"):
         train(lr=1e19, limit=1000, epochs=3, out=tmp_path)
     assert not list(tmp_path.iterdir())
     train(out=tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_ends_the_run(value):
+    lesson = lessons.load("scratch", loss=lambda y_hat, y: scratch.loss(y_hat, y) + value)
+    with pytest.raises(Error):
+        train(lesson, gpus=1)
 
 
 def test_mxnet_owns_the_memory_of_a_batch(monkeypatch):
@@ -300,17 +295,14 @@ def test_by_default_the_rate_is_constant_after_a_linear_warm_up():
     assert own[:5] == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.40]) and set(own[5:]) == {0.4}
 
 
-INVALID = [{"dataset": "cifar"}, {"out": ""}, {"schedule": "step"}, {"lr": float("nan")}]
-INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"batch_size": 64.5}, {"batch_size": True}, {"lr": True}]
-INVALID += [{"momentum": None}, {"gpus": 0}, {"gpus": [0, 0]}, {"out": 3}, {"out": b"runs"}, {"resume": "a\0"}]
-INVALID += [{"out": "x" * 300}, {"data_dir": "a/" + "x" * 300}, {"lr": 0}, {"shares": ("nan", 1)}]
+INVALID = [{"dataset": "cifar"}, {"out": ""}, {"out": 3}, {"out": b"runs"}, {"out": "x" * 300}, {"resume": "a\0"}]
+INVALID += [{"data_dir": "a/" + "x" * 300}, {"schedule": "step"}, {"momentum": None}]
+INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"shares": ("nan", 1)}]
 
 
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
-    with pytest.raises(UsageError) as caught:
-        Config(**Config.parse(wrong))
-    assert caught.value.name == next(iter(wrong)) and "\n" not in str(caught.value)
+    refuses(next(iter(wrong)), Config.parse, wrong)
 
 
 def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):
@@ -346,5 +338,5 @@ def test_losses_like_that_of_guessing_are_reported_once_and_only_when_they_could
         loss = 2.2 if epoch == 3 else np.log(10)
         history.append(Epoch(epoch, 1.0, 1.0, loss, 0.1, 0.2))
         loop._say_if_guessing(history, 10, steps)
-        said += str(capsys.readouterr().err.count("guessing"))
+        said += str(capsys.readouterr().err.count("\n"))
     assert said == notices

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import mxnet as mx
 import numpy as np
 import pytest
 import runs
@@ -19,10 +18,8 @@ from runs import ROOT, TRAIN
 from gluon_mgpu import scratch, train
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
-from gluon_mgpu.data.batches import batches, shuffled
 from gluon_mgpu.support import subprocesses
 from gluon_mgpu.training import checkpoint, loop, workers
-from gluon_mgpu.training.models import create_model
 
 pytestmark = runs.needs_mpi
 
@@ -70,23 +67,20 @@ def two(tmp_path_factory):
     return folder
 
 
+def assert_same_except_for_rounding(folder, others, steps):
+    """The parameters of two runs, which sum the gradients of the same shards in different orders."""
+    expected = arrays(others)
+    for name, found in arrays(folder).items():
+        # In each step with lr 0.2, at most 4 gradients with elements below 10 are added with at most 6 roundings.
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=steps * 0.2 * 6 * UNIT * 10, err_msg=name)
+
+
 @pytest.mark.slow
-def test_a_step_of_two_workers_with_two_devices_is_the_step_on_all_shards_except_for_rounding(tmp_path):
-    options = {**SYNTHETIC, "limit": 100, "batch_size": 100, "gpus": 2, "out": str(tmp_path)}
-    assert train_together(2, [options]).returncode == 0
-    mx.random.seed(3)
-    ctx = [mx.cpu(i) for i in range(4)]
-    model = create_model("scratch", ctx)
-    start = {name: array.asnumpy() for name, array in model.arrays().items()}
-    data = datasets.load("synthetic", None, 100, 3)
-    ((X, y),) = batches(data.train_images, data.train_labels, 100, shuffled(100, 3, 1))
-    model.forward_backward(model.split_and_load(X), model.split_and_load(y))
-    for name, found in arrays(tmp_path).items():
-        grads = [model.grads(i)[name].asnumpy().astype(np.float64) for i in range(len(ctx))]
-        expected = start[name] - 0.2 / 100 * sum(grads)
-        # n - 1 roundings of the sum and 3 of the update, where products of the update's constants are also rounded
-        error = 0.2 / 100 * (len(ctx) + 4) * UNIT * sum(np.abs(grads)) + UNIT * np.abs(expected)
-        np.testing.assert_array_less(np.abs(found - expected), 1.01 * error + 1e-30, err_msg=name)
+def test_a_step_of_two_workers_with_two_devices_is_that_of_four_contexts_except_for_rounding(tmp_path):
+    options = {**SYNTHETIC, "limit": 100, "batch_size": 100}
+    assert train_together(2, [{**options, "gpus": 2, "out": str(tmp_path / "two")}]).returncode == 0
+    train(**options, gpus=4, out=tmp_path / "alone")
+    assert_same_except_for_rounding(tmp_path / "two", tmp_path / "alone", steps=1)
 
 
 # The backward pass of the first layer waits until the first sum has begun. Prints the sizes of what a step sums.
@@ -212,7 +206,7 @@ def test_a_failure_ends_all_workers_with_its_status_and_one_line(cause, cwd):
 @pytest.mark.slow
 def test_workers_with_different_parameters_are_reported_after_an_epoch(cwd):
     done = mpiexec((2, *command(impl="apart.py")), cwd=cwd)
-    assert (done.returncode, done.stderr.count("the replicas differ after epoch 1")) == (0, 1), done.stderr
+    assert (done.returncode, len(re.findall("gluon_mgpu: .*epoch 1", done.stderr))) == (0, 1), done.stderr
 
 
 @pytest.mark.slow
@@ -348,10 +342,7 @@ def test_three_workers_continue_a_run_of_two_as_three_contexts_would(two, tmp_pa
     done = resume(folder, 2, 2)
     assert done.returncode == 0 and "workers 3 instead of 2" in done.stderr, done.stderr
     train(resume=alone, gpus=3, device="cpu", epochs=2)
-    expected = arrays(alone)
-    for name, found in arrays(folder).items():
-        # 4 steps with lr 0.2; in each, 3 gradients with elements below 10 are added with at most 5 roundings
-        np.testing.assert_allclose(found, expected[name], rtol=0, atol=4 * 0.2 * 5 * UNIT * 10, err_msg=name)
+    assert_same_except_for_rounding(folder, alone, steps=4)
 
 
 @pytest.mark.slow
