@@ -60,12 +60,12 @@ class _Finder:
         lists += [result for step in self.steps if isinstance(step, Loop) for result in step.results]
         for entries in lists:
             if len(entries) >= LEAST:
-                users: dict[str, list[int]] = {}
+                users: dict[Any, list[int]] = {}
                 for entry in entries:
                     for at in {*self.uses.get(entry, [])} - {len(self.steps)}:
                         step = self.steps[at]
                         if not isinstance(step, Loop) and len({*entries} & {*step.entries()}) == 1:
-                            users.setdefault(step.code, []).append(at)
+                            users.setdefault((step.layer, step.code), []).append(at)
                 yield from (places for places in users.values() if len({*places}) == len(places) == len(entries))
 
     def _users(self, at: int) -> set[int]:

@@ -158,6 +158,18 @@ def test_a_first_time_step_that_differs_stays_before_the_loop(tmp_path):
 
 @needs("pytorch")
 @pytest.mark.slow
+def test_layers_that_differ_at_each_time_step_are_not_one_layer_of_a_loop(tmp_path):
+    weight = s.var("x2h_weight")
+    steps = s.split(X, 6, axis=1, squeeze_axis=True)
+    outputs = [s.FullyConnected(x, weight, num_hidden=4, no_bias=True) for x in steps]
+    outputs = [s.BatchNorm(x, name=f"t{k}_norm", fix_gamma=False) for k, x in enumerate(outputs)]
+    given = convert.from_files(*files(tmp_path, s.concat(*outputs, dim=1), data=(2, 6, 5)), (6, 5))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert len({*runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()}) == 7
+
+
+@needs("pytorch")
+@pytest.mark.slow
 def test_convolutions_with_normalization_and_activation_are_one_class_with_defaults(tmp_path):
     x = X
     for k, (channels, size) in enumerate([(4, 3), (8, 3), (8, 3), (6, 1)]):
