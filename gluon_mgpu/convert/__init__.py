@@ -71,7 +71,7 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
     (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
     moved into place. tolerance: the largest relative error (`Exported.relative_error`). A larger one is accepted if
-    MXNet's scores in float64 are no nearer to its scores in float32 than to the file's.
+    the file's scores are about as near to MXNet's scores in float64 as its scores in float32 (`Exported.is_rounding`).
 
     Raises UsageError in the same cases as `check_prefix`, or if layers cannot be converted; Error if the scores differ
     by more than the tolerance, or if the files cannot be written. On failure, no files are left behind.
@@ -131,7 +131,7 @@ def _compared_scores(network: Exported, found: list[list[np.ndarray]], prefix: s
         raise Error(f"{prefix}: {'; '.join(ties) or what}; nothing was written{advice}")
     return (
         f"on {sum(network.batch_sizes)} inputs, scores differ from MXNet's by at most {error:.1e} (relative error)"
-        + ("" if near else "; MXNet's float64 scores are no closer to its float32 scores than to these")
+        + ("" if near else "; MXNet's float64 scores are about as far from its float32 scores")
     )
 
 
