@@ -253,9 +253,9 @@ def group_norm(node: Node, x: str, *weights: str) -> str:
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
     rows = f"{x}.unflatten(1, ({groups}, -1))"
     if weights:
-        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.flatten(1, 2)"
+        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.reshape_as({x})"
     layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
-    return f"{layer}({rows}).flatten(1, 2)"
+    return f"{layer}({rows}).reshape_as({x})"  # after flatten, PyTorch's exporter takes the batch size for a constant
 
 
 def embedding(node: Node, x: str, *weights: str) -> str:
