@@ -12,10 +12,10 @@ from gluon_mgpu.support import errors, log, mpi
 
 
 def main(program: str = "gluon-mgpu") -> None:
-    run("gluon_mgpu.commands.main", "main", program)
+    run_command("gluon_mgpu.commands.main", "main", program)
 
 
-def run(module: str, command: str, program: str | None = None) -> None:
+def run_command(module: str, command: str, program: str | None = None) -> None:
     """Import a module and run its click command. If the import fails, exit with a one-line error message.
 
     program: the program's name in messages; None: `python` followed by the script's path.

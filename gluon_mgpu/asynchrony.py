@@ -17,17 +17,40 @@ from mxnet.ndarray import NDArray
 SIZE, PRODUCTS = 4000, 50  # as in the notebook
 
 
-def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
-    """Compute the product of a matrix (n, n) with itself, `products` times, on its device. Returns without waiting.
+def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
+    """Create one random matrix (size, size) per device, and wait for all of them."""
+    x_devices = [nd.random.uniform(shape=(size, size), ctx=c) for c in ctx]
+    nd.waitall()
+    return x_devices
 
-    All CPU contexts share MXNET_CPU_TEMP_COPY temporary spaces, and each nd.dot takes one of them. If the queued
-    products need more spaces than that, contexts wait for each other (docs/performance.md).
+
+def run(x: NDArray, products: int = PRODUCTS) -> list[NDArray]:
+    """Queue the product of a matrix (n, n) with itself, `products` times, on its device. Returns without waiting.
+
+    If two devices run only one after the other, MXNET_CPU_TEMP_COPY may be too small (docs/performance.md).
     """
     return [nd.dot(x, x) for _ in range(products)]
 
 
+def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
+    """Copy arrays to host memory.
+
+    non_blocking: queue all copies, and return without waiting. Otherwise, wait for each copy before the next is queued.
+    """
+    copies = []
+    for y in x:
+        copy = y.copyto(mx.cpu())
+        if not non_blocking:
+            copy.wait_to_read()
+        copies.append(copy)
+    return copies
+
+
 class BenchMark:
-    """Times a `with` block. Prints the block's name and time in seconds, and stores the time in `seconds`."""
+    """Times a `with` block. At its end, prints `name` and the time in seconds, and stores the time in `seconds`.
+
+    The time is that of the Python code: to measure the devices' work, end the block with `nd.waitall()`.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,20 +62,3 @@ class BenchMark:
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self.start
         print(self.name, self.seconds)
-
-
-def matrices(ctx: Sequence[Context], size: int = SIZE) -> list[NDArray]:
-    """Create one random matrix (size, size) per device, and wait for all of them."""
-    x_devices = [nd.random.uniform(shape=(size, size), ctx=c) for c in ctx]
-    nd.waitall()
-    return x_devices
-
-
-def copy_to_cpu(x: Sequence[NDArray], non_blocking: bool = False) -> list[NDArray]:
-    """Copy arrays to host memory. Waits for each copy before queueing the next copy, unless non_blocking is True."""
-    copies = []
-    for y in x:
-        copies.append(y.copyto(mx.cpu()))
-        if not non_blocking:
-            copies[-1].wait_to_read()
-    return copies

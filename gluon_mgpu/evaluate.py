@@ -27,8 +27,7 @@ from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.model import VELOCITY, Model
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import VELOCITY, Model, create_model
 from gluon_mgpu.training.record import Run, read
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")  # not EPS, because Pillow would run Ghostscript
@@ -80,7 +79,7 @@ def held_out(run: Run, data_dir: str | Path | None = None) -> tuple[np.ndarray, 
     data_dir, exceptions: see `datasets.load`. Raises UsageError if the run was trained on different data.
     """
     data = datasets.load(run.config.dataset, data_dir, run.config.limit, run.config.seed)
-    run.check_data(data, "data_dir", data.source)
+    run.check_data(data, data.digest(), "data_dir", data.source)
     return data.test_images, data.test_labels
 
 
@@ -98,7 +97,7 @@ def scores(trained: Trained, images: np.ndarray) -> np.ndarray:
     images = own_data.checked_images("images", images)
     if images.shape[1:] != model.image_shape:
         raise UsageError("images", images.shape, f"the network takes images of shape {model.image_shape}")
-    trained_on_uint8 = trained.run.details.get("image_dtype", "uint8") == "uint8"
+    trained_on_uint8 = trained.run.details["image_dtype"] == "uint8"
     if images.dtype == np.uint8 and not trained_on_uint8:
         raise UsageError("images", "uint8", "the network was trained on floating-point numbers; scale them so")
     if images.dtype != np.uint8 and trained_on_uint8 and images.max() > MOST:
@@ -123,7 +122,7 @@ def report(trained: Trained, images: np.ndarray, labels: np.ndarray) -> str:
         raise UsageError("labels", int(labels.max()), f"the network has only {values.shape[1]} classes, counted from 0")
     predicted = values.argmax(axis=1)
     # A network may have more outputs than its data has classes
-    count = max(trained.run.details.get("classes", values.shape[1]), labels.max() + 1, predicted.max() + 1)
+    count = max(trained.run.details["classes"], labels.max() + 1, predicted.max() + 1)
     classes = class_names(trained.config.dataset, count)
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (labels, predicted), 1)
@@ -180,7 +179,7 @@ def classify(trained: Trained, paths: Sequence[str], images: Sequence[np.ndarray
     paths: names to print. images: one uint8 array (channels, height, width) per path. Raises UsageError if an image
     does not fit the network, or if the run was trained on images that are not uint8.
     """
-    if trained.run.details.get("image_dtype", "uint8") != "uint8":
+    if trained.run.details["image_dtype"] != "uint8":
         advice = "trained on floating-point numbers; scale images in the same way, and use evaluate.scores"
         raise UsageError(None, trained.folder, advice)
     if len(paths) != len(images) or not paths:

@@ -1,7 +1,7 @@
 """Lesson 2: LeNet on several devices with Gluon. Each function has a counterpart in `scratch`.
 
-`initialize` with a list of contexts copies the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the
-gradients and updates every replica. `gluon-mgpu train` takes its steps with the functions of either lesson.
+`lenet` builds the network here, and the network itself computes the scores. `initialize` with a list of contexts copies
+the parameters, `gluon.utils` splits the batch, and `Trainer.step` sums the gradients and updates every replica.
 Source: the notebook "Training on multiple GPUs with gluon" (The Straight Dope), whose `run` is called `train` here.
 """
 
@@ -23,7 +23,7 @@ loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def lenet() -> nn.HybridSequential:
-    """Build LeNet for images (n, 1, 28, 28), uninitialized."""
+    """Build LeNet, uninitialized: net(X) computes scores (n, 10) from images X (n, 1, 28, 28)."""
     net = nn.HybridSequential(prefix="cnn_")
     with net.name_scope():
         net.add(nn.Conv2D(channels=20, kernel_size=3, activation="relu"))  # (n, 20, 26, 26)

@@ -26,8 +26,8 @@ def place(params: Params, mesh: Mesh) -> list[list[Params]]:
     assert len(mesh[0]) <= 128, "the hidden layer has 128 values, for at most as many devices in a row"
     *whole, W3, b3, W4, b4 = params
     parts = zip(*[split_and_load(p, [p.context] * len(mesh[0])) for p in (W3, b3, W4.T)])
-    of_columns = [[*whole, W3, b3, W4.T, b4] for W3, b3, W4 in parts]
-    return [[scratch.get_params(part, c) for part, c in zip(of_columns, row)] for row in mesh]
+    columns = [[*whole, W3_part, b3_part, W4_part.T, b4] for W3_part, b3_part, W4_part in parts]
+    return [[scratch.get_params(column, c) for column, c in zip(columns, row)] for row in mesh]
 
 
 def convolutions(X: NDArray, params: Params) -> NDArray:
@@ -44,29 +44,30 @@ def variables(arrays: list[NDArray]) -> list[NDArray]:
     return copies
 
 
-def forward_backward(row: list[Params], Xs: list[NDArray], ys: list[NDArray]) -> NDArray:
-    """Compute the gradients of a row's parameters.
+def forward_backward(device_params: list[Params], Xs: list[NDArray], ys: list[NDArray]) -> NDArray:
+    """Compute the gradients of the parameters of a row, a tensor group.
 
-    row: the parameters of each device of a tensor group. Xs and ys: the same shard (n, 1, 28, 28) and (n,), on each of
+    device_params: the eight parameters on each device. Xs and ys: the same shard (n, 1, 28, 28) and (n,), on each of
     these devices. Returns the losses (n,), on the first device.
     """
     with autograd.record():
-        features = [convolutions(X, params) for X, params in zip(Xs, row)]
+        features = [convolutions(X, params) for X, params in zip(Xs, device_params)]
     inputs = variables(features)
     with autograd.record():
-        parts = [block(h, *params[4:7]) for h, params in zip(inputs, row)]
+        parts = [block(h, *params[4:7]) for h, params in zip(inputs, device_params)]  # W3, b3 and W4
     sums = variables(parts)
     allreduce(sums)  # forward: 10 numbers per example
     with autograd.record():
-        losses = [scratch.loss(total + params[-1], y) for total, params, y in zip(sums, row, ys)]
-    for of_device in losses:
-        of_device.backward()
+        outputs = [total + params[-1] for total, params in zip(sums, device_params)]  # adds b4, once
+        losses = [scratch.loss(output, y) for output, y in zip(outputs, ys)]
+    for device_losses in losses:
+        device_losses.backward()
     for part, total in zip(parts, sums):
         part.backward(total.grad)
     grads = [h.grad for h in inputs]
     allreduce(grads)  # backward: 800 numbers per example
-    for of_device, grad in zip(features, grads):
-        of_device.backward(grad)
+    for h, grad in zip(features, grads):
+        h.backward(grad)
     return losses[0]
 
 
@@ -76,9 +77,10 @@ def train_batch(X: NDArray, y: NDArray, mesh_params: list[list[Params]], mesh: M
     firsts = [row[0] for row in mesh]
     Xs, ys = split_and_load(X, firsts), split_and_load(y, firsts)
     losses = []
-    for of_X, of_y, row, ctx in zip(Xs, ys, mesh_params, mesh):
-        copies = [[array.as_in_context(c) for c in ctx] for array in (of_X, of_y)]
-        losses.append(forward_backward(row, *copies))
+    for X_shard, y_shard, device_params, ctx in zip(Xs, ys, mesh_params, mesh):
+        X_copies = [X_shard.as_in_context(c) for c in ctx]
+        y_copies = [y_shard.as_in_context(c) for c in ctx]
+        losses.append(forward_backward(device_params, X_copies, y_copies))
     for column in zip(*mesh_params):  # a data group: the same parameters, and gradients of different shards
         for i in range(len(column[0])):
             allreduce([params[i].grad for params in column])

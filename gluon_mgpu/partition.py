@@ -51,9 +51,9 @@ LAYERS: tuple[Layer, ...] = (
 def stages(devices: int) -> list[slice]:
     """The layers of each device, as slices of LAYERS: one layer per device, and all remaining layers on the last one.
 
-    With 2 devices, the first device computes only the first layer. More than 90% of the arithmetic is on the second
-    device, but the first layer's ReLU and pooling also take time: each reads 13,520 values per example. A cut after the
-    second convolution would copy only a quarter as many bytes, but leave the last device almost idle.
+    With 2 devices, more than 90% of the arithmetic is on the second one, but the first layer's ReLU and pooling also
+    take time: each reads 13,520 values per example. A cut after the second convolution would copy a quarter as many
+    bytes, but leave the last device almost idle.
     """
     layers = len(LAYERS)
     if devices > layers:
@@ -78,17 +78,18 @@ def forward(h: NDArray, layers: Sequence[Layer], params: Params) -> NDArray:
 def forward_backward_network(device_params: list[Params], X: NDArray, y: NDArray, ctx: list[Context]) -> NDArray:
     """Compute the gradients of the parameters on each device. Returns the losses (n,), on the last device."""
     *earlier, last = stages(len(ctx))
-    inputs, outputs = [X.as_in_context(ctx[0])], []
+    h, exchanges = X.as_in_context(ctx[0]), []
     for layers, params, next_device in zip(earlier, device_params, ctx[1:]):
         with autograd.record():
-            outputs.append(forward(inputs[-1], LAYERS[layers], params))
-        inputs.append(outputs[-1].copyto(next_device))  # from the first to the second device: (n, 20, 13, 13)
-        inputs[-1].attach_grad()
+            output = forward(h, LAYERS[layers], params)
+        h = output.copyto(next_device)  # after the first layer: (n, 20, 13, 13)
+        h.attach_grad()
+        exchanges.append((output, h))
     y = y.as_in_context(ctx[-1])
     with autograd.record():
-        losses = scratch.loss(forward(inputs[-1], LAYERS[last], device_params[-1]), y)
+        losses = scratch.loss(forward(h, LAYERS[last], device_params[-1]), y)
     losses.backward()
-    for output, copy in zip(reversed(outputs), reversed(inputs)):
+    for output, copy in reversed(exchanges):
         output.backward(copy.grad.copyto(output.context))  # the gradient has the output's shape
     return losses
 
@@ -158,7 +159,8 @@ def forward_backward_layers(device_params: list[Params], X: NDArray, y: NDArray,
         losses = scratch.loss(inputs[0], y)
     losses.backward()
     for parts, wholes in reversed(exchanges):
-        for part, gradient in zip(parts, gather_backward([whole.grad for whole in wholes], parts)):
+        gradients = gather_backward([whole.grad for whole in wholes], parts)
+        for part, gradient in zip(parts, gradients):
             part.backward(gradient)
     return losses
 

@@ -51,7 +51,8 @@ def loss(y_hat: NDArray, y: NDArray) -> NDArray:
 
 
 def get_params(params: Params, ctx: Context) -> Params:
-    """Copy the parameters to a device, and attach a gradient to each copy."""
+    """Copy the parameters to one device, and attach a gradient to each copy. As in the notebook, `ctx` is one
+    device here, and a list of devices everywhere else."""
     new_params = [p.copyto(ctx) for p in params]
     for p in new_params:
         p.attach_grad()

@@ -1,16 +1,23 @@
 #!/bin/sh
-# Prints the path of a Python (3.9 or newer) that can create virtual environments. If there is none, or if MXNet does not
-# run on this machine, prints a one-line error and fails. PYTHON=python3.12 (or a path) in the environment selects a
+# Prints the path of a Python (3.9 or newer) that can create virtual environments. If there is none, or if MXNet does
+# not run on this machine, prints a one-line error and fails. PYTHON=python3.12 (or a path) in the environment selects a
 # Python. Versions after 3.15 were never tried; one line says so.
 suitable='import ctypes, ensurepip, sys, venv; sys.exit(sys.version_info < (3, 9))'
 tried='import sys; sys.exit(sys.version_info[:2] > (3, 15))'
 case $(uname -sm) in
     "Linux x86_64" | "Linux aarch64") ;;
-    *) echo "this machine is $(uname -sm): use Linux on x86-64 or aarch64, also in a container or in WSL, or MXNet 2's wheels (docs/install.md)" >&2; exit 1 ;;
+    *)
+        instead="use Linux on x86-64 or aarch64, also in a container or in WSL, or MXNet 2's wheels (docs/install.md)"
+        echo "this machine is $(uname -sm): $instead" >&2
+        exit 1
+        ;;
 esac
 pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
 case ${PYTHON:-} in
-    "") set -- python3.11 python3.12 python3.10 python3.9 python3.13 python3.14 python3.15 python3 "$pyenv"/3.*/bin/python ;;
+    "")
+        set -- python3.11 python3.12 python3.10 python3.9 python3.13 python3.14 python3.15 python3 \
+            "$pyenv"/3.*/bin/python
+        ;;
     python3.*) set -- "$PYTHON" "$pyenv/${PYTHON#python}".*/bin/python ;;
     *) set -- "$PYTHON" ;;
 esac
@@ -21,5 +28,6 @@ for python; do
         exit 0
     fi
 done
-echo "no suitable Python${PYTHON:+ for PYTHON=$PYTHON}: install Python 3.9 or newer with its venv module (Debian, Ubuntu: python3-venv)" >&2
+needed="install Python 3.9 or newer with its venv module (Debian, Ubuntu: python3-venv)"
+echo "no suitable Python${PYTHON:+ for PYTHON=$PYTHON}: $needed" >&2
 exit 1

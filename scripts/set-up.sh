@@ -2,8 +2,8 @@
 # Sets up a virtual environment for the Makefile.
 #   set-up.sh VENV other             prints "yes" if $PYTHON is not of the same version as VENV's Python
 #   set-up.sh VENV train|dev STAMP   installs what training needs, or what tests and lint need, and touches STAMP
-# MXNET says which MXNet to install, and NUMPY which NumPy. If pip fails, the VENV that was there stays; it is used if it
-# works.
+# MXNET says which MXNet to install, and NUMPY which NumPy. If pip fails, the VENV that was there stays; it is used if
+# it works.
 set -u
 venv=$1
 what=$2
@@ -11,7 +11,11 @@ here=$(dirname "$0")
 
 version() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null; }
 
-is_other() { [ -n "${PYTHON:-}" ] && [ "$(version "$("$here/find-python.sh" 2>/dev/null)")" != "$(version "$venv/bin/python")" ]; }
+is_other() {
+    [ -n "${PYTHON:-}" ] || return
+    found=$("$here/find-python.sh" 2>/dev/null)
+    [ "$(version "$found")" != "$(version "$venv/bin/python")" ]
+}
 
 fail() {
     if [ -d "$venv.old" ]; then
@@ -71,6 +75,7 @@ elif [ -e "$stamp" ] && "$venv/bin/python" -c "$works" 2>/dev/null; then
     echo "$venv still works and is used as it is, because it could not be updated: $why"
 else
     echo "$said" >&2
-    echo "setting up $venv failed (see above): it needs network access (or PIP_INDEX_URL), a writable checkout, and $space" >&2
+    needed="network access (or PIP_INDEX_URL), a writable checkout, and $space"
+    echo "setting up $venv failed (see above): it needs $needed" >&2
     fail
 fi

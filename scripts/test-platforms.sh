@@ -1,8 +1,9 @@
 #!/bin/sh
-# Tests this checkout on other platforms, each in a new root file system from Debian's packages: python3.14 and python3.15
-# from Debian unstable, and arm64, emulated by qemu, from Debian stable. In each: `make demo`, the numerical tests, one
-# resume, and conversion. Needs root, debootstrap and, for arm64, qemu-user-static.
-# test-platforms.sh [python3.14|python3.15|arm64]...: default: all. FOLDER keeps the file systems; QUICK=1: without tests.
+# Tests this checkout on other platforms, each in a new root file system from Debian's packages: python3.14 and
+# python3.15 from Debian unstable, and arm64, emulated by qemu, from Debian stable. In each: `make demo`, the numerical
+# tests, one resume, and conversion. Needs root, debootstrap and, for arm64, qemu-user-static.
+#   test-platforms.sh [python3.14|python3.15|arm64]...    default: all
+# FOLDER keeps the file systems; QUICK=1: without tests.
 set -eu
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 folder=${FOLDER:-$checkout/build/platforms}

@@ -33,9 +33,10 @@ def main(file):
     """Print the measurements and the fits of MEASURED in docs/interactive/pays.html, and each fit's median and largest
     error. file: scaling.json, as `bench.py scaling --out FOLDER` writes it."""
     points = {}
-    for run in json.loads(Path(file).read_text())["runs"]:
-        of_fit = points.setdefault(f"{run['impl']}, {'LeNet' if run['model'] == 'lenet' else 'ResNet-18'}", {})
-        of_fit[run["contexts"], run["batch_size"]] = median(run["step_ms"])
+    for measured in json.loads(Path(file).read_text())["points"]:
+        network = "LeNet" if measured["model"] == "lenet" else "ResNet-18"
+        of_fit = points.setdefault(f"{measured['impl']}, {network}", {})
+        of_fit[measured["contexts"], measured["batch_size"]] = median(measured["step_ms"])
     for name, of_fit in points.items():
         sizes = [batch_size for contexts, batch_size in of_fit if contexts == 1]
         fitted = [point for point in of_fit if point[0] <= 2 and point[1] in (min(sizes), max(sizes))]

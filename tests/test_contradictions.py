@@ -11,8 +11,7 @@ from gluon_mgpu import UsageError, evaluate, highlevel, networks, scratch, train
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training import lessons, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import create_model, read_arrays
 
 CPUS = [mx.cpu(0), mx.cpu(1)]
 OPTIONS = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}

@@ -22,7 +22,7 @@ from gluon_mgpu.convert import exported, operators
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.model import LENET_NAMES
+from gluon_mgpu.training.models import LENET_NAMES
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from gluon_mgpu.support import errors
 from gluon_mgpu.training import loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.losses import Losses
-from gluon_mgpu.training.workers import Group, MPIGroup
+from gluon_mgpu.training.workers import Group
 
 PAGES = {path.name: path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 del PAGES["CHANGELOG.md"]  # also names what has been removed
@@ -102,7 +102,7 @@ def rendered(monkeypatch, tmp_path, capsys):
         raised(datasets.fetch, "mnist"),
         raised(losses.add, [nd.array([math.nan])], 1),
         raised(Config(lr=0.1).resumed, {"lr": 0.2}),
-        raised(MPIGroup.agree, other, {"lr": 0.2}, "start all workers with the same options"),
+        raised(Group.agree, other, {"lr": 0.2}, "start all workers with the same options"),
     ]
     capsys.readouterr()
     loop._check_replicas(model, "epoch 1", group)
@@ -169,7 +169,7 @@ def cells(page):
 
 
 # Functions that pages define for themselves.
-OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "new_state", "allocated"}
+OWN = {"losses_of", "counted", "ring_allreduce", "milliseconds", "placed", "allocated"}
 # Functions that pages use without showing them.
 IMPORTED = {"stages"}
 

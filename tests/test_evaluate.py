@@ -13,7 +13,7 @@ from gluon_mgpu.commands.evaluate import evaluate as command
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
-from gluon_mgpu.training.model import LENET_NAMES, read_arrays
+from gluon_mgpu.training.models import LENET_NAMES, read_arrays
 
 DATA = datasets.synthetic(600, 100, seed=0)
 

@@ -29,8 +29,7 @@ from gluon_mgpu.support import subprocesses
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import checkpoint
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import LENET_NAMES, VELOCITY, read_arrays
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import LENET_NAMES, VELOCITY, create_model, read_arrays
 from gluon_mgpu.training.seeds import seed_of_step
 
 # Each cell says what happens: "yes"; "about", if rounding differs because a batch is split in another way, or if each

@@ -18,8 +18,7 @@ from gluon_mgpu import train
 from gluon_mgpu.commands.evaluate import evaluate
 from gluon_mgpu.compat import cuda
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import create_model, read_arrays
 from gluon_mgpu.training.record import read
 
 COUNT = mx.context.num_gpus()

@@ -24,7 +24,7 @@ from gluon_mgpu.support import errors
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons, models, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 from gluon_mgpu.training.record import read
 
 MXNET_2 = mx.__version__ >= "2"

@@ -5,6 +5,8 @@ import pytest
 
 from gluon_mgpu import UsageError, evaluate, train
 from gluon_mgpu.data import datasets
+from gluon_mgpu.data.batches import batches
+from gluon_mgpu.data.splitting import shard_sizes
 
 DATA = datasets.synthetic(60, 100)
 IMAGES, LABELS = DATA.test_images, DATA.test_labels
@@ -142,8 +144,15 @@ def test_numbers_that_cannot_be_used_are_refused(value):
     refuses("limit", datasets.load, "synthetic", limit=value)
     refuses("limit", DATA.first, value)
     refuses("batch_size", datasets.load_fashion_mnist, value)
+    refuses("batch_size", lambda size: next(batches(IMAGES, LABELS, size)), value)
+    refuses("parts", shard_sizes, 3, value)
     if np.ndim(value) or value != 0:
         refuses("seed", datasets.load, "synthetic", limit=60, seed=value)
+
+
+@pytest.mark.parametrize("shares", [[1], [1, 2, 3], [1, 0], [1, -1], [1, np.inf], [1, np.nan]], ids=str)
+def test_shares_that_cannot_be_used_are_refused(shares):
+    refuses("shares", shard_sizes, 9, 2, shares)
 
 
 @pytest.mark.parametrize("lr", [1e308, 1e39, 1e-45, 1e-320, *(v for k, v in BAD_NUMBERS.items() if k != "fraction")])

@@ -18,21 +18,23 @@ OPTIMIZERS = {"sgd": (partial(sharded.sgd, lr=LR), 1), "adam": (partial(sharded.
 
 
 def place(ctx, zero, moments):
-    """The state before the first step."""
+    """The weights and the optimizer's moments before the first step."""
     params = parameters()
     zeros = [nd.zeros_like(p) for p in params]
-    parts = [(params, zero == 3), *[(zeros, zero > 0)] * moments]
-    return [sharded.place(sharded.LENET, arrays, ctx, is_sharded) for arrays, is_sharded in parts]
+    weights = sharded.place(sharded.LENET, params, ctx, sharded=zero == 3)
+    return weights, [sharded.place(sharded.LENET, zeros, ctx, sharded=zero > 0) for _ in range(moments)]
 
 
 def train(devices, zero, optimizer):
     """The weights and the optimizer's moments after some steps, as NumPy arrays."""
-    rule, moments = OPTIMIZERS[optimizer]
-    state = place(contexts(devices), zero, moments)
+    rule, count = OPTIMIZERS[optimizer]
+    weights, moments = place(contexts(devices), zero, count)
     for seed, n in enumerate((9, 16, 8)):
-        STEPS[zero](*batch(n, seed), sharded.LENET, state, contexts(devices), rule)
-    is_sharded = [zero == 3, *[zero > 0] * moments]
-    return [a.asnumpy() for part, is_s in zip(state, is_sharded) for a in sharded.collect(sharded.LENET, part, is_s)]
+        STEPS[zero](*batch(n, seed), sharded.LENET, weights, moments, contexts(devices), rule)
+    arrays = sharded.collect(sharded.LENET, weights, sharded=zero == 3)
+    for buckets in moments:
+        arrays += sharded.collect(sharded.LENET, buckets, sharded=zero > 0)
+    return [array.asnumpy() for array in arrays]
 
 
 @pytest.mark.parametrize("n, devices", [(8, 8), (30, 4), (65, 3), (7, 1), (65, 8)])
@@ -53,10 +55,10 @@ def test_the_halves_of_a_ring_compute_exact_sums(devices, n):
 @pytest.mark.parametrize("zero, halves", [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_device_sends_its_part_of_the_parameters_once_per_half_of_a_ring(zero, halves, devices):
     ctx, host = contexts(devices), mx.cpu(9)
-    state = place(ctx, zero, 1)
+    weights, moments = place(ctx, zero, 1)
     X, y = (array.as_in_context(host) for array in batch(16))
     with recorded_copies() as copies:
-        STEPS[zero](X, y, sharded.LENET, state, ctx, OPTIMIZERS["sgd"][0])
+        STEPS[zero](X, y, sharded.LENET, weights, moments, ctx, OPTIMIZERS["sgd"][0])
     for i, c in enumerate(ctx):
         between = [(target, size) for source, target, size in copies if source == c]
         assert {target for target, _ in between} <= {ctx[(i + 1) % devices]}
@@ -104,7 +106,7 @@ def test_adam_computes_what_its_paper_says():
 @pytest.mark.parametrize("step", STEPS)
 def test_a_batch_with_fewer_examples_than_devices_is_refused_instead_of_letting_replicas_drift(step):
     with pytest.raises(AssertionError):
-        step(nd.zeros((2, 1, 28, 28)), nd.zeros(2), sharded.LENET, place(contexts(3), 0, 1), contexts(3), sharded.sgd)
+        step(nd.zeros((2, 1, 28, 28)), nd.zeros(2), sharded.LENET, *place(contexts(3), 0, 1), contexts(3), sharded.sgd)
 
 
 def test_a_layer_with_fewer_numbers_than_devices_is_refused():

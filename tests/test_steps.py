@@ -14,8 +14,7 @@ from mxnet import nd
 from gluon_mgpu import sharded
 from gluon_mgpu.data import datasets
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import LENET_NAMES
-from gluon_mgpu.training.models import create_model
+from gluon_mgpu.training.models import LENET_NAMES, create_model
 
 STEPS, BATCH, LR = 20, 64, 0.01
 DATA = datasets.synthetic(STEPS * BATCH, 100, seed=4)
@@ -60,9 +59,9 @@ def sharded_trained(ctx, step):
     """LeNet's parameters after the steps of one of sharded's functions."""
     params, net = [nd.array(p) for p in START], sharded.LENET
     weights = sharded.place(net, params, ctx, sharded=step == "zero3")
-    state = [weights, sharded.place(net, [nd.zeros_like(p) for p in params], ctx, sharded=step != "ddp")]
+    velocities = sharded.place(net, [nd.zeros_like(p) for p in params], ctx, sharded=step != "ddp")
     for X, y in batches():
-        getattr(sharded, step)(X, y, net, state, ctx, partial(sharded.sgd, lr=LR, momentum=0))
+        getattr(sharded, step)(X, y, net, weights, [velocities], ctx, partial(sharded.sgd, lr=LR, momentum=0))
     return sharded.collect(net, weights, sharded=step == "zero3")
 
 

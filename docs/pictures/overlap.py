@@ -68,9 +68,8 @@ def slow_copyto(array, other):
     return copyto(nd.Custom(array, op_type="link", device=array.context.device_id), other)
 
 
-def without_overlap(X, y, net, state, ctx, optimizer):
+def without_overlap(X, y, net, weights, moments, ctx, optimizer):
     """`sharded.ddp`, except that it waits for the whole backward pass before the sums."""
-    weights, *moments = state
     Xs, ys = scratch.split_and_load(X, ctx), scratch.split_and_load(y, ctx)
     losses, grads = sharded.forward_backward(net, weights, Xs, ys, reduce=lambda data: data)
     nd.waitall()
@@ -101,12 +100,12 @@ steps = {"sums after the backward pass": without_overlap, "sums during the backw
 states = [[sharded.place(sharded.LENET, arrays, ctx, False) for arrays in (params, params)] for _ in steps]
 seconds, recorded = {name: [] for name in steps}, {name: [] for name in steps}
 for i in range(2 * STEPS):  # the profiler records the second half
-    for (name, step), state in zip(steps.items(), states):
+    for (name, step), (weights, velocities) in zip(steps.items(), states):
         nd.waitall()
         sent.clear()
         with timeline.recorded() if i >= STEPS else nullcontext() as spans:
             start = time.time()
-            step(X, y, sharded.LENET, state, ctx, partial(sharded.sgd, lr=0.01))
+            step(X, y, sharded.LENET, weights, [velocities], ctx, partial(sharded.sgd, lr=0.01))
             nd.waitall()
             elapsed = time.time() - start
         if i < STEPS:

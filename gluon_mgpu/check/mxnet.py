@@ -37,10 +37,8 @@ from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.model import read_arrays
-from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model
+from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model, read_arrays
 from gluon_mgpu.training.seeds import restored_afterward, seed_generators
-from gluon_mgpu.training.step import average_running_stats
 from gluon_mgpu.training.workers import Group
 
 FUNCTIONS = ("train_batch", "split_and_load", "forward_backward", "allreduce", "sgd", "lenet")
@@ -244,7 +242,7 @@ class MXNet(Driver):
         if not isinstance(model, GluonModel):
             return model.step(X, y, lr)
         losses = model.lesson.train_batch(X, y, model.net, model.ctx, model.trainer)
-        average_running_stats(model, losses, X.shape[0], Group())
+        model.average_running_stats(losses, X.shape[0], Group())
         return losses
 
     def missed(self) -> list[str]:

@@ -73,7 +73,7 @@ class Command(click.Command):
         for param in self.get_params(context):
             row = param.get_help_record(context)
             if row and isinstance(param, click.Option):
-                groups.setdefault(getattr(param, "group", "General options"), []).append(row)
+                groups.setdefault(getattr(param, "heading", "General options"), []).append(row)
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl([(names.ljust(COLUMN), help) for names, help in rows])
@@ -101,11 +101,11 @@ class CommandGroup(Command, click.Group):
 
 
 class Option(click.Option):
-    """group: the option's heading in --help."""
+    """heading: of the option's group in --help."""
 
-    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, heading: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.group = group
+        self.heading = heading
 
     def make_metavar(self, *args: Any, **kwargs: Any) -> str:
         of_numbers = {click.types.IntParamType: "N", click.types.FloatParamType: "X"}
@@ -142,12 +142,12 @@ def settings(*names: str, **changes: Any) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for name in reversed(names or tuple(SETTINGS)):
             default, declared = getattr(Config, name), SETTINGS[name]
-            how = {"type": declared.type, "help": declared.help, "group": declared.group, "metavar": declared.metavar}
+            how: dict[str, Any] = {"type": declared.type, "help": declared.help, "metavar": declared.metavar}
             flag = f"--{name.replace('_', '-')}"
             if isinstance(default, bool):
                 flag += f"/--no-{flag[2:]}"
                 how |= {"is_flag": True, "type": None, "metavar": None}
-            how["default"] = declared.typed or default
+            how |= {"heading": declared.heading, "default": declared.typed or default}
             command = option(flag, name, **{**how, **changes.get(name, {})})(command)
         return command
 

@@ -59,10 +59,10 @@ def list_() -> None:
         if path.endswith(exercises.SUFFIXES)
         for answer in exercises.answers(path)
     ]
-    state = dict.fromkeys((answer.name for answer in here), "started")
-    state |= {answer.name: "solved" for answer in here if answer.is_solved}
+    progress = dict.fromkeys((answer.name for answer in here), "started")
+    progress |= {answer.name: "solved" for answer in here if answer.is_solved}
     rows = [
-        (f"{number:2}", name, state.get(name, ""), exercises.title(name), f"docs/{page}.md")
+        (f"{number:2}", name, progress.get(name, ""), exercises.title(name), f"docs/{page}.md")
         for number, (name, page) in enumerate(exercises.PAGES.items(), 1)
     ]
     click.echo("\n".join(log.table(rows, "<")))

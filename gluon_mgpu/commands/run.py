@@ -29,7 +29,7 @@ OPTIONS = (
     ),
     common.settings(
         "data_dir",
-        data_dir={"help": "Folder that contains MNIST or Fashion-MNIST. Default: as for train.", "group": "Options"},
+        data_dir={"help": "Folder that contains MNIST or Fashion-MNIST. Default: as for train.", "heading": "Options"},
     ),
     common.option(
         "--with", "extra", multiple=True, metavar="PACKAGE", help="Add a package, such as gluoncv==0.10.5. Repeatable."

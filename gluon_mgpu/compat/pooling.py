@@ -58,20 +58,20 @@ class CachedOp:
     def __init__(self, mx: ModuleType, compiled: Callable[..., Any], sym: Any, flags: Any = ()) -> None:
         self.mx, self.compiled, self.sym, self.flags = mx, compiled, sym, flags
         self.inputs = dict(flags).get("data_indices", ())
-        self.of_types: dict[tuple[Any, ...], Any] = {}  # for each combination of types that the inputs have had
+        self.by_types: dict[tuple[Any, ...], Any] = {}  # for each combination of types that the inputs have had
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         types = tuple(args[index].dtype for index in self.inputs)
-        if types not in self.of_types:
+        if types not in self.by_types:
             arrays = dict(zip(self.sym.list_inputs(), args))
-            self.of_types[types] = self.compiled(_compiled(self.mx, self.sym, *_known(arrays)), self.flags)
-        return self.of_types[types](*args, **options)
+            self.by_types[types] = self.compiled(_compiled(self.mx, self.sym, *_known(arrays)), self.flags)
+        return self.by_types[types](*args, **options)
 
     def _register_op_hook(self, *args: Any, **options: Any) -> None:
         """Let a function see each operator, as the program has defined it."""
         op = self.compiled(self.sym, self.flags)
         op._register_op_hook(*args, **options)
-        self.inputs, self.of_types = (), {(): op}
+        self.inputs, self.by_types = (), {(): op}
 
 
 def _compiled_first(mx: ModuleType, bind: Callable[..., Any]) -> Callable[..., Any]:

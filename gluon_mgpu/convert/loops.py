@@ -39,9 +39,9 @@ class _Finder:
 
     def find(self) -> Loop | None:
         """A loop, with those that carry something first."""
-        seeds = [*self._calls()]
+        seeds = [*self._calls(), *self._consumers()]
         for recurrent in (True, False):
-            for seed in [*seeds, *([] if recurrent else self._consumers())]:
+            for seed in [*seeds, *(seed[:-1] for seed in seeds if recurrent and len(seed) > LEAST)]:
                 if (cores := self._cores(seed, recurrent)) and (loop := self._loop(self._grown(cores, recurrent))):
                     return loop
         return None
@@ -105,18 +105,20 @@ class _Finder:
         for slot in slots:
             for k, entry in enumerate(self.steps[slot[time]].outputs):
                 if entry in self.steps[at].operands:
-                    place, found = self.steps[at].operands.index(entry), list[int]()
-                    for before in slot:
-                        output = self.steps[before].outputs[k]
-                        alike = [
+                    place = self.steps[at].operands.index(entry)
+                    alike = [
+                        [
                             user
-                            for user in dict.fromkeys(self.uses.get(output, []))
+                            for user in dict.fromkeys(self.uses.get(self.steps[before].outputs[k], []))
                             if user < len(self.steps)
                             and self._alike(user, at)
-                            and self.steps[user].operands[place] == output
+                            and self.steps[user].operands[place] == self.steps[before].outputs[k]
                             and not any(user in other for other in slots)
                         ]
-                        found += alike[:1]
+                        for before in slot
+                    ]
+                    rank = alike[time].index(at) if at in alike[time] else 0
+                    found = [users[rank] for users in alike if len(users) > rank]
                     if len({*found}) == len(slot):
                         return found
         return None

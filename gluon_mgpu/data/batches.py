@@ -11,6 +11,8 @@ from mxnet import nd
 from mxnet.base import _LIB, check_call
 from mxnet.ndarray import NDArray
 
+from gluon_mgpu.support.errors import check_whole
+
 LARGEST_BATCH = 1024  # maximum number of images evaluated at once
 
 Batch = tuple[NDArray, NDArray]  # (X, y)
@@ -28,7 +30,9 @@ def batches(
     images: uint8, which is divided by 255, or float32. labels: class numbers. order: indices of the examples to use, in
     this order; None: all examples, in order.
     part: maps the size of a batch to the indices of the examples that this worker takes, at least one.
+    Raises UsageError if batch_size is not a positive whole number.
     """
+    check_whole("batch_size", batch_size, 1)
     order = np.arange(len(labels)) if order is None else order
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]

@@ -8,8 +8,6 @@ package. The SHA-256 of each decompressed file is checked.
 from __future__ import annotations
 
 import hashlib
-import math
-import numbers
 import os
 import secrets
 import shutil
@@ -21,14 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import platformdirs
 
 from gluon_mgpu.data import own_data
 from gluon_mgpu.support import files, log, subprocesses
-from gluon_mgpu.support.errors import Error, UsageError
+from gluon_mgpu.support.errors import Error, UsageError, check_whole
 
 if TYPE_CHECKING:
     from gluon_mgpu.data.batches import DataIter
@@ -115,7 +113,7 @@ class Dataset(NamedTuple):
         if limit is None:
             return self
         advice = f"{self.name} has {len(self.train_images)} training examples"
-        _check_whole("limit", limit, 1, len(self.train_images), advice)
+        check_whole("limit", limit, 1, len(self.train_images), advice)
         tests = max(limit // 6, 100)
         train = self.train_images[:limit], self.train_labels[:limit]
         return Dataset(self.name, *train, self.test_images[:tests], self.test_labels[:tests], self.source)
@@ -128,6 +126,16 @@ class Dataset(NamedTuple):
             digest.update(f"{same.dtype.str} {same.shape}".encode())
             digest.update(np.ascontiguousarray(same).data)
         return digest.hexdigest()
+
+    def described(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return {
+            "data": self.source,
+            "data_digest": self.digest(),
+            "image_shape": self.image_shape,
+            "image_dtype": str(self.train_images.dtype),
+            "classes": self.classes,
+        }
 
     def checksum(self) -> str:
         """CRC-32 of all arrays, in hexadecimal, which runs of earlier versions record instead of `digest`."""
@@ -146,7 +154,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
     the data is damaged or cannot be downloaded.
     """
     if seed is not None:
-        _check_whole("seed", seed, 0)
+        check_whole("seed", seed, 0)
     if data_dir is not None and not isinstance(data_dir, (str, os.PathLike)):
         raise UsageError("data_dir", data_dir, "must be the path of a folder")
     if name not in DATASETS:
@@ -155,7 +163,7 @@ def load(name: str, data_dir: str | Path | None = None, limit: int | None = None
         if data_dir is not None:
             raise UsageError("data_dir", data_dir, "synthetic data needs no files; omit this setting")
         train_size = LARGEST if limit is None else limit
-        _check_whole("limit", train_size, 1, LARGEST, f"must be 1 to {LARGEST} for synthetic")
+        check_whole("limit", train_size, 1, LARGEST, f"must be 1 to {LARGEST} for synthetic")
         return synthetic(train_size, max(train_size // 6, 100), seed or 0)
     if name == "own":
         source = "data_dir" if data_dir else "GLUON_MGPU_DATA"
@@ -193,17 +201,11 @@ def load_fashion_mnist(batch_size: int, seed: int | None = None) -> tuple[DataIt
     """
     from gluon_mgpu.data.batches import DataIter  # imports mxnet
 
-    _check_whole("batch_size", batch_size, 1)
+    check_whole("batch_size", batch_size, 1)
     data = load("fashion-mnist", seed=seed)
     seed = secrets.randbelow(2**31) if seed is None else seed
     train_iter = DataIter(data.train_images, data.train_labels, batch_size, seed)
     return train_iter, DataIter(data.test_images, data.test_labels, batch_size)
-
-
-def _check_whole(name: str, value: object, least: int, most: float = math.inf, advice: str = "") -> None:
-    """Raise UsageError unless a value is a whole number in this range."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= most:
-        raise UsageError(name, value, advice or f"must be a whole number of at least {least}")
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -287,7 +289,7 @@ def synthetic(train_size: int, test_size: int, seed: int = 0) -> Dataset:
     data sets with the same learning rate. Raises UsageError for a number that is not whole, or below 0.
     """
     for name, value in (("train_size", train_size), ("test_size", test_size), ("seed", seed)):
-        _check_whole(name, value, 0)
+        check_whole(name, value, 0)
     rng = np.random.default_rng(seed)
     waves = np.cos(np.pi * np.outer(np.arange(5), np.arange(32) + 0.5) / 32)
     strengths = rng.standard_normal((10, 5, 5))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from gluon_mgpu.support.errors import UsageError, check_whole
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -15,8 +18,13 @@ def shard_sizes(examples: int, parts: int, shares: Sequence[float] | None = None
     """Divide the examples of a batch among `parts` devices. Returns one size per device; they sum to `examples`.
 
     shares: the devices' relative shard sizes; None: sizes as equal as possible, larger shards first. Each device gets
-    at least one example; if there are fewer examples than devices, the last devices get none.
+    at least one example; if there are fewer examples than devices, the last devices get none. Raises UsageError for
+    numbers that cannot be used.
     """
+    check_whole("examples", examples, 0)
+    check_whole("parts", parts, 1)
+    if shares and (len(shares) != parts or not all(0 < share < math.inf for share in shares)):
+        raise UsageError("shares", shares, f"must be {parts} positive numbers, one per device")
     if examples <= parts:
         return [int(i < examples) for i in range(parts)]
     shares = shares or (1,) * parts

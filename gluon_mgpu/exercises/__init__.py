@@ -175,20 +175,20 @@ def _how_to_begin() -> str:
 def find(paths: Sequence[str]) -> list[Answer]:
     """The answers in files, and in all Python files and notebooks in folders, with their subfolders. In folders, copies
     of this package are skipped, with a notice, and copies of our solutions have a problem. If some subfolders contain
-    answers, each of the others has one with a problem, so that no student is missing. Links to folders: see `_links`.
-    Raises UsageError if a path does not exist, or if a folder contains no such file."""
+    answers, each of the others has one with a problem, so that no student is missing. Raises UsageError if a path does
+    not exist, or if a folder contains no such file."""
     found: dict[str, list[Answer]] = {}  # {file: its answers}
     empty: list[Answer] = []
     several = sum(map(os.path.isdir, paths)) > 1  # folders, which may have students of the same name
     for path in paths:
-        if not Path(path).exists():
+        if not os.path.exists(path):
             raise UsageError(None, path, "does not exist")
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):
             found.setdefault(path, answers(path))
             continue
         prefix = os.path.join(path, "") if several else ""
-        links = _links(path)
-        inside = sorted(pair for start in (path, *links) for pair in _files(start, links))
+        searched = list(_folders(path))
+        inside = sorted((folder / name, in_checkout) for folder, names, in_checkout in searched for name in names)
         if not inside:
             raise UsageError(None, path, f"contains no file that ends with {' or '.join(SUFFIXES)}")
         for file, in_checkout in inside:
@@ -196,14 +196,13 @@ def find(paths: Sequence[str]) -> list[Answer]:
             if kept:
                 student = _student(file.relative_to(path))
                 found.setdefault(str(file), [answer._replace(student=student and prefix + student) for answer in kept])
-        with_files = {file.relative_to(path).parts[0] for file, _ in inside if file.parent != Path(path)}
-        students = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
-        for folder in sorted(Path(path).iterdir()) if with_files else []:
-            followed = not folder.is_symlink() or str(folder) in links
-            if folder.is_dir() and followed and folder.name[0] not in "._" and folder.name not in students:
+        subfolders = {folder.name for folder, *_ in searched if folder.parent == Path(path) and folder.name[0] != "_"}
+        if any(len(file.relative_to(path).parts) > 1 for file, _ in inside):
+            with_answers = {Path(file).relative_to(path).parts[0] for file in found if Path(path) in Path(file).parents}
+            for name in sorted(subfolders - with_answers):
                 problem = f"contains no {' or '.join(SUFFIXES)} file with an answer of its own"
-                empty.append(Answer(str(folder), problem=problem, student=prefix + folder.name))
-    return [answer for of_file in found.values() for answer in of_file] + empty
+                empty.append(Answer(os.path.join(path, name), problem=problem, student=prefix + name))
+    return [answer for in_file in found.values() for answer in in_file] + empty
 
 
 def _own(answer: Answer) -> Answer:
@@ -220,34 +219,31 @@ def _student(file: Path) -> str:
     return file.parts[0] if len(file.parts) > 1 else flat[1] if flat else ""
 
 
-def _files(path: str, links: Sequence[str]) -> Iterator[tuple[Path, bool]]:
-    """The Python files and notebooks in a folder, each with whether it is in a checkout of this project. Leaves out
-    hidden folders, virtual environments and copies of the package."""
+def _folders(path: str) -> Iterator[tuple[Path, list[str], bool]]:
+    """The folders to search: this one and those in it, each with the names of its Python files and notebooks, and
+    whether it is in a checkout of this project. No names are given for virtual environments and copies of the package.
+    Hidden folders are left out."""
     checkouts: set[str] = set()  # and their subfolders
-    for parent, subfolders, names in os.walk(path):
+    for parent, subfolders, names in os.walk(path, followlinks=True):
         if "pyvenv.cfg" in names or Path(parent, "exercises", "mistakes.ini").exists():
             log.say(f"{parent}: skipped; it is {'an environment' if 'pyvenv.cfg' in names else 'a copy of gluon_mgpu'}")
             subfolders.clear()
-            continue
+            names.clear()
         if os.path.dirname(parent) in checkouts or Path(parent, "gluon_mgpu", "exercises").is_dir():
             checkouts.add(parent)
-        for link in (os.path.join(parent, name) for name in subfolders):
-            if os.path.islink(link) and link not in links:
-                log.say(f"{link}: a link to a folder, which is not followed")
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            if name.endswith(SUFFIXES) and not name.startswith("."):
-                yield Path(parent, name), parent in checkouts
+        subfolders[:] = [name for name in subfolders if name[0] != "." and _is_searched(parent, name, top=path)]
+        shown = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+        yield Path(parent), shown, parent in checkouts
 
 
-def _links(path: str) -> list[str]:
-    """The links in a folder to folders elsewhere, such as students' own. Other links are not followed: those to a
-    folder that contains this one, or is in it, would lead to the same answers again."""
-    top = os.path.realpath(path)
-    found = []
-    for entry in sorted(Path(path).iterdir()):
-        if entry.is_symlink() and entry.is_dir():
-            common = os.path.commonpath([top, os.path.realpath(entry)])
-            if common not in (top, os.path.realpath(entry)):
-                found.append(str(entry))
-    return found
+def _is_searched(parent: str, name: str, top: str) -> bool:
+    """Whether to search a subfolder. Links are not followed, except from the top to a folder elsewhere: one that leads
+    into the top, or to a folder that contains it, would find the same answers again."""
+    link = os.path.join(parent, name)
+    if not os.path.islink(link):
+        return True
+    ends = os.path.realpath(top), os.path.realpath(link)
+    if parent == top and os.path.commonpath(ends) not in ends:
+        return True
+    log.say(f"{link}: a link to a folder, which is not followed")
+    return False

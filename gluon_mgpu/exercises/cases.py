@@ -35,15 +35,15 @@ class Case(NamedTuple):
 
     text: describes the input. call: calls a function on a new copy of the input. before: results as they were before
     the call, if it changes them in place. check: receives the events of a call that had the right results, and raises a
-    Mistake if it did not work as the task says. name: names a mistake that is not known, given the answer's trial and
-    our solution's; may return "".
+    Mistake if it did not work as the task says. mistakes: names results that no known mistake explains; given the
+    answer's trial and our solution's, returns {mistake: whether it was made}.
     """
 
     text: str
     call: Callable[[Function], Trial]
     before: Mapping[str, Numbers] = {}
     check: Callable[[list[Any]], object] = lambda events: None
-    name: Callable[[Trial, Trial], str] = lambda mine, right: ""
+    mistakes: Callable[[Trial, Trial], Mapping[str, object]] = lambda mine, right: {}
 
 
 def inputs(*rows: Any) -> Callable[[Callable[..., Case]], Callable[[], list[Case]]]:
@@ -137,11 +137,14 @@ def shown(arrays: Sequence[np.ndarray]) -> str:
     return "  ".join(f"[{' '.join(f'{number:.4g}' for number in array.ravel())}]" for array in arrays)
 
 
+def first(mistakes: Mapping[str, object]) -> str:
+    """The first mistake that was made, of {mistake: whether it was made}; "" if none was."""
+    return next((name for name, made in mistakes.items() if made), "")
+
+
 def raise_first(text: str, mistakes: Mapping[str, object]) -> None:
-    """Raise the first Mistake whose condition holds."""
-    for name, made in mistakes.items():
-        if made:
-            raise Mistake(name, text)
+    if name := first(mistakes):
+        raise Mistake(name, text)
 
 
 def check_copies(

@@ -19,7 +19,7 @@ from numpy import allclose, isclose  # here, because an answer may replace np.al
 
 from gluon_mgpu import exercises
 from gluon_mgpu.exercises import Mistake, processes, steps, sums
-from gluon_mgpu.exercises.cases import REPLACED, Case, Function, Numbers, Results, Trial, same, shown
+from gluon_mgpu.exercises.cases import REPLACED, Case, Function, Numbers, Results, Trial, first, same, shown
 from gluon_mgpu.exercises.events import Call, traffic, waits
 
 Message = Callable[[BaseException], str]  # describes an error in one line
@@ -36,22 +36,22 @@ def diagnose(name: str, answer: Function, message: Message) -> None:
     has the same error."""
     solution = _function(name, exercises.solution(name))
     for case in cases(name):
-        right = case.call(solution)
+        right, known = case.call(solution), _known(name, case, message)
         try:
             mine = case.call(answer)
         except Mistake:
             raise
         except Exception as error:
             found = message(error)
-            for mistake, other in _known(name, case, message):
+            for mistake, other in known:
                 if other == found:
                     raise Mistake(mistake, f"{case.text}\n{found}") from None
             raise
         if _differences(mine.results, right.results):
-            raise _explain(case, mine, right, _known(name, case, message))
+            raise _explain(case, mine, right, known)
         broken = _broken(case, mine)
         if broken:
-            for mistake, other in _known(name, case, message):
+            for mistake, other in known:
                 if isinstance(other, Trial) and not _differences(_everything(other), _everything(mine)):
                     if _broken(case, other):
                         raise Mistake(mistake, broken.case)
@@ -124,7 +124,7 @@ def _explain(case: Case, mine: Trial, right: Trial, known: Known) -> Mistake:
                 break
     if best:
         return Mistake(best, text)
-    name, hint = case.name(mine, right), ""
+    name, hint = first(case.mistakes(mine, right)), ""
     if not name:
         name, hint = _describe(found, expected, case.before.get(what))
     return Mistake(name, text + hint)

@@ -7,6 +7,7 @@ import configparser
 import inspect
 import json
 import os
+import re
 import resource
 import secrets
 import sys
@@ -32,34 +33,6 @@ sys.path = [*filter(None, sys.path), {ROOT!r}]
 from gluon_mgpu.exercises.grading import main
 main(*sys.argv[1:3], sys.argv.pop())"""
 WIDTH = 100
-TORCH = {  # {attribute of a PyTorch tensor that an NDArray x lacks: what to write instead}
-    "clone": "x.copy()",
-    "copy_": "y.copyto(x)",
-    "cuda": "x.as_in_context(c)",
-    "device": "x.context",
-    "item": "x.asscalar()",
-    "numel": "x.size",
-    "numpy": "x.asnumpy()",
-    "to": "x.as_in_context(c)",
-    "view": "x.reshape(shape)",
-    "zero_": "x[:] = 0",
-}
-HINTS = {  # {part of an error message: what to do}
-    "not in a computational graph": "compute the loss inside `with autograd.record():`",
-    "Cannot find argument 'dim'": "PyTorch's dim is axis in MXNet",
-    "Assigning to NDArrays that are already in a": "only the forward pass belongs inside `with autograd.record():`",
-    "The any container is empty": "copy shards to the devices before `with autograd.record():`, not inside",
-    "do not match total elements": "arrays of different sizes were stacked; nd.concat joins arrays of any length",
-    "could not be broadcast": "the shapes differ; an allreduce, for example, adds arrays of one shape, one per device",
-    "Shape inconsistent": "the shapes of the arrays do not fit each other; print them",
-    "for Parameter num_args": "an operator was called without arrays; perhaps a list, such as a bucket, is empty",
-    "'NoneType'": "perhaps a function that works in place, such as an allreduce, has returned None",
-    "inferring shapes failed": "perhaps an array has no elements",
-    "has no setter": "write into it, for example p.grad[:] = 0",
-    "can't set attribute": "write into it, for example p.grad[:] = 0",  # Python 3.9 and 3.10
-    "list index out of range": "with k elements, the last index is k - 1",
-    "must have NDArray type": "pass the arrays one by one, as in nd.concat(*arrays, dim=0)",
-}
 
 
 def run_cases(name: str, code: str, path: str) -> None:
@@ -100,8 +73,8 @@ def run_cases(name: str, code: str, path: str) -> None:
             lines = [error.lineno]
         if lines:
             ended = isinstance(error, (SystemExit, KeyboardInterrupt))
-            where = f"line {lines[-1]}{call and f', in the call {call}'}"
-            case = f"{where}:\n{_message(error)}{_hint(error)}"
+            line = f"line {lines[-1]}{call and f', in the call {call}'}"
+            case = f"{line}:\n{_message(error)}{_hint(error)}"
             raise Mistake("ended-early" if ended else _kind(error), case) from None
         if type(error).__name__ == "MXNetError":
             raise Mistake("failed-operator", f"{_message(error)}{_hint(error)}") from None
@@ -116,9 +89,9 @@ def _kind(error: BaseException) -> str:
     """The name of an answer's error in mistakes.ini."""
     if isinstance(error, MemoryError) or "to allocate" in str(error):
         return "memory-limit"
-    return (
-        "syntax-error" if isinstance(error, SyntaxError) else "name-error" if isinstance(error, NameError) else "error"
-    )
+    if isinstance(error, SyntaxError):
+        return "syntax-error"
+    return "name-error" if isinstance(error, NameError) else "error"
 
 
 def _shown(value: Any) -> str:
@@ -141,11 +114,10 @@ def _message(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
+    """What to do about an error, from hints.txt, which has lines "## PART OF A MESSAGE", each with a hint below."""
+    hints = re.findall(r"^## (.+)\n(.+)", Path(__file__).with_name("hints.txt").read_text(), re.MULTILINE)
     message = traceback.format_exception_only(type(error), error)[-1]
-    attribute = message.partition("'NDArray' object has no attribute '")[2].partition("'")[0]
-    if attribute in TORCH:
-        return f"\nPyTorch's x.{attribute} is {TORCH[attribute]} in MXNet"
-    return "".join(f"\n{hint}" for part, hint in HINTS.items() if part in message)
+    return "".join(f"\n{hint}" for part, hint in hints if part in message)
 
 
 def report(label: str, name: str, mistake: Mistake | None) -> str:

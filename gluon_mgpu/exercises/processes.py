@@ -39,10 +39,10 @@ class Processes:
             if len(self.calls) == call:
                 raise Ended
 
-    def run(self, program: Callable[[Any], object]) -> None:
+    def run_all(self, program: Callable[[Any], object]) -> None:
         """Call program(dist) in each process. Raises its first error; Mistake if some wait forever."""
 
-        def process(rank: int) -> None:
+        def start(rank: int) -> None:
             try:
                 program(
                     SimpleNamespace(
@@ -57,7 +57,7 @@ class Processes:
                     self.changed.notify_all()
 
         with ThreadPoolExecutor(self.k) as pool:
-            done = [pool.submit(process, rank) for rank in range(self.k)]
+            done = [pool.submit(start, rank) for rank in range(self.k)]
         errors = [future.exception() for future in done]
         for error in errors:
             if error and not isinstance(error, Ended):
@@ -75,7 +75,7 @@ def process(n: int, k: int, d: int, lr: float) -> Case:
 
     def call(function: Function) -> Trial:
         processes, replicas = Processes(k), [w.copy() for _ in range(k)]
-        processes.run(lambda dist: function(X.copy(), y.copy(), replicas[dist.get_rank()], lr, dist))
+        processes.run_all(lambda dist: function(X.copy(), y.copy(), replicas[dist.get_rank()], lr, dist))
         sent = {f"sent in call {i} of all_reduce": arrays for i, arrays in enumerate(processes.calls, 1)}
         return Trial({"w in each process": replicas}, [processes.calls], sent)
 
@@ -86,8 +86,9 @@ def process(n: int, k: int, d: int, lr: float) -> Case:
         if k > 1 and not own:
             raise Mistake("whole-batch", f"{text}; sent: {'; '.join(map(shown, calls)) or 'nothing'}")
 
-    def name(mine: Trial, right: Trial) -> str:
-        sent = [*mine.notes.values()][:1]
-        return "same-shard" if k > 1 and sent and same(sent[0], sent[0][:1] * k) else ""
+    def mistakes(mine: Trial, right: Trial) -> dict[str, bool]:
+        first_sent = next(iter(mine.notes.values()), [])
+        equal = bool(first_sent) and same(first_sent, first_sent[:1] * k)
+        return {"same-shard": k > 1 and equal}
 
-    return Case(text, call, {"w in each process": [w] * k}, check, name)
+    return Case(text, call, {"w in each process": [w] * k}, check, mistakes)

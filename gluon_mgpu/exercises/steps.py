@@ -83,7 +83,8 @@ def _linear_model(
         notes = {"gradients after backward": computed, "gradients after the step": grads}
         return Trial(results, events, notes if np.any(computed) else {})
 
-    def use(events: list[Any]) -> dict[str, bool]:
+    def misdivided(events: list[Any]) -> dict[str, bool]:
+        """Mistakes in how the work was divided among the devices."""
         (computed, passes), needed = _backward(events, [3] * k), len(sizes) * len(steps)
         return {
             "whole-batch": bool(k > 1 and np.any(computed) and same(computed, computed[:1] * k)),
@@ -93,16 +94,15 @@ def _linear_model(
 
     def check(events: list[Any]) -> None:
         _, passes = _backward(events, [3] * k)
-        cases.raise_first(f"{text}; backward passes of each device: {passes}", use(events))
+        cases.raise_first(f"{text}; backward passes of each device: {passes}", misdivided(events))
         if not waits(events):
             _check_work(text, events, k, sizes, len(steps))
         cases.check_copies(text, events)
 
-    def name(mine: Trial, right: Trial) -> str:
-        mistakes = _stages(mine, right) if mine.notes else {**use(mine.events), "one-part": False}
-        return next((mistake for mistake, made in mistakes.items() if made), "")
+    def mistakes(mine: Trial, right: Trial) -> dict[str, bool]:
+        return _stages(mine, right) if mine.notes else {**misdivided(mine.events), "one-part": False}
 
-    return Case(text, call, {"w and b on each device after step 1": start}, check, name)
+    return Case(text, call, {"w and b on each device after step 1": start}, check, mistakes)
 
 
 def _backward(events: list[Any], sizes: Sequence[int]) -> tuple[Numbers, list[int]]:
@@ -187,7 +187,8 @@ def predict(k: int, shape: tuple[int, ...]) -> Case:
             raise Mistake("wrong-device", f"{text}; the classes are on {found.context}, expected {ctx[0]}")
         return Trial({"": values([found])}, events)
 
-    def use(events: list[Any]) -> dict[str, bool]:
+    def misdivided(events: list[Any]) -> dict[str, bool]:
+        """Mistakes in how the work was divided among the devices."""
         calls = [event for event in events if isinstance(event, Call)]
         computed = sum(event.size for event in calls)
         idle = {event.context for event in calls} != set(ctx)
@@ -197,16 +198,13 @@ def predict(k: int, shape: tuple[int, ...]) -> Case:
         calls = {i: event for i, event in enumerate(events) if isinstance(event, Call)}
         done = ", ".join(f"{size} on {context}" for context, size in calls.values())
         done = f"{text}; net computed {done or 'nothing'}"
-        cases.raise_first(done, use(events))
+        cases.raise_first(done, misdivided(events))
         if waits(events[min(calls) : max(calls)]):
             raise Mistake("takes-turns", done)
         elsewhere = sum(event.size for event in calls.values() if event.context != ctx[0])  # examples
         cases.check_copies(done, events, elsewhere * (classes + 1), allow_numpy=True)  # numbers there, classes back
 
-    def name(mine: Trial, right: Trial) -> str:
-        return next((mistake for mistake, made in use(mine.events).items() if made), "")
-
-    return Case(text, call, {}, check, name)
+    return Case(text, call, {}, check, lambda mine, right: misdivided(mine.events))
 
 
 def _numbers(net: gluon.Block, pattern: str, ctx: Sequence[Any]) -> Numbers:
@@ -405,15 +403,15 @@ def hybrid(rows: int, columns: int, n: int, d: int, h: int) -> Case:
 
     def check(events: list[Any]) -> None:
         computed, _ = _backward(events, [W.size + v.size for _, W, v, _ in parts] * rows)
-        of_rows = [np.concatenate(computed[i : i + columns]) for i in range(0, rows * columns, columns)]
+        row_grads = [np.concatenate(computed[i : i + columns]) for i in range(0, rows * columns, columns)]
         mistakes = {
-            "idle-devices": np.any(of_rows) and not all(map(np.any, of_rows)),
-            "same-shard": rows > 1 and np.any(of_rows) and same(of_rows, of_rows[:1] * rows),
+            "idle-devices": np.any(row_grads) and not all(map(np.any, row_grads)),
+            "same-shard": rows > 1 and np.any(row_grads) and same(row_grads, row_grads[:1] * rows),
         }
-        cases.raise_first(f"{text}; gradients of W and v in each row after backward:\n{shown(of_rows)}", mistakes)
+        cases.raise_first(f"{text}; gradients of W and v in each row after backward:\n{shown(row_grads)}", mistakes)
         cases.check_copies(text, events, needed=1)
         check_groups("row", rows, lambda device: device // columns, W.size + v.size + d + 1, events)
         check_groups("column", columns, lambda device: device % columns, n + d, events)  # outputs, and gradients of s
 
-    start = {name: [p.ravel() for p in of_devices] * rows for name, of_devices in zip(names, zip(*parts))}
+    start = {name: [p.ravel() for p in arrays] * rows for name, arrays in zip(names, zip(*parts))}
     return Case(text, call, start, check)

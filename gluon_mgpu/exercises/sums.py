@@ -56,19 +56,23 @@ def tree(k: int, shape: tuple[int, ...]) -> Case:
     return _in_place(k, shape, check)
 
 
-def _count(needed: int) -> Callable[[Trial, Trial], str]:
-    """Name a mistake by the number of chunks that each device sends: `needed`, if there is one per round."""
+def _by_rounds(needed: int) -> Callable[[Trial, Trial], dict[str, bool]]:
+    """Mistakes by the number of chunks that each device sends: `needed`, if there is one per round."""
 
-    def name(mine: Trial, right: Trial) -> str:
+    def mistakes(mine: Trial, right: Trial) -> dict[str, bool]:
         rounds = max(Counter(copy.source for copy in copies(mine.events)).values(), default=0)
         found, expected = (np.concatenate(trial.results[""]) for trial in (mine, right))
+        more = found.size == expected.size and bool((found >= expected).all())  # the numbers are positive
         if not rounds:
-            return ""
-        if found.size == expected.size and (found >= expected).all():  # the numbers are positive
-            return "sums-twice"
-        return "missing-round" if rounds < needed else "extra-round" if rounds > needed else "wrong-chunk"
+            return {}
+        return {
+            "sums-twice": more,
+            "missing-round": rounds < needed,
+            "extra-round": rounds > needed,
+            "wrong-chunk": True,
+        }
 
-    return name
+    return mistakes
 
 
 def _check_traffic(text: str, events: list[Any], rounds: int, k: int, n: int) -> None:
@@ -84,7 +88,7 @@ def ring(k: int, n: int) -> Case:
                 raise Mistake("not-a-ring", f"{k} devices: {copy.source} sends to {copy.target}")
         _check_traffic(text, events, 2 * (k - 1), k, n)
 
-    return _in_place(k, (n,), check, name=_count(2 * (k - 1)))
+    return _in_place(k, (n,), check, mistakes=_by_rounds(2 * (k - 1)))
 
 
 @inputs((4, 8), (2, 4), (8, 16), (4, 11), (2, 3), (1, 2))
@@ -108,7 +112,7 @@ def reduce_scatter(k: int, n: int) -> Case:
         if k > 1 and max(found.values()) > rounds:
             raise Mistake("not-halved", f"{text}; a device sends {max(found.values())} times; {rounds} are enough")
 
-    return Case(text, call, {}, check, _count(int(math.log2(k))))
+    return Case(text, call, {}, check, _by_rounds(int(math.log2(k))))
 
 
 @inputs(
@@ -127,8 +131,8 @@ def zero1(k: int, shapes: list[tuple[int, ...]], lr: float, momentum: float, bat
         given = [[*arrays] for arrays in (*params, velocities)]
         results: Results = {}
         events: list[Any] = []
-        for number, of_step in enumerate(grads, 1):
-            gradients = [[nd.array(g, ctx=c) for g in own] for own, c in zip(of_step, ctx)]
+        for number, step_grads in enumerate(grads, 1):
+            gradients = [[nd.array(g, ctx=c) for g in own] for own, c in zip(step_grads, ctx)]
             with recording() as done:
                 function(given[:-1], gradients, given[-1], lr, momentum, batch_size)
             results[f"p on each device after step {number}"] = values(params)
@@ -181,15 +185,18 @@ def buckets(k: int, shapes: list[tuple[int, ...]], limit: int) -> Case:
         events += cases.replaced(grads, given)
         return Trial({sums: values(grads), filled: [np.array(sent)]}, events)
 
-    def name(mine: Trial, right: Trial) -> str:
-        if not cases.same(mine.results[sums], right.results[sums]):
-            return "wrong-place" if np.isin(mine.results[sums], right.results[sums][0]).all() else ""
-        ours = mine.results[filled][0]
-        if not ours.size:
-            return "through-host" if waits(mine.events) else "no-copy"
-        return "over-limit" if any(size > limit and size not in sizes for size in ours) else "wrong-buckets"
+    def mistakes(mine: Trial, right: Trial) -> dict[str, bool]:
+        wanted, [sizes_sent] = right.results[sums], mine.results[filled]
+        if not cases.same(mine.results[sums], wanted):
+            return {"wrong-place": bool(np.isin(mine.results[sums], wanted[0]).all())}
+        return {
+            "through-host": not sizes_sent.size and waits(mine.events),
+            "no-copy": not sizes_sent.size,
+            "over-limit": any(size > limit and size not in sizes for size in sizes_sent),
+            "wrong-buckets": True,
+        }
 
-    return Case(text, call, {sums: before}, lambda events: cases.check_copies(text, events), name)
+    return Case(text, call, {sums: before}, lambda events: cases.check_copies(text, events), mistakes)
 
 
 @inputs((2, 3, 20, 6, 2), (3, 2, 10, 5, 3), (1, 2, 4, 6, 2), (4, 1, 7, 3, 1))

@@ -42,8 +42,9 @@ def find_or_make(
 ) -> Path:
     """The Python of an environment. It is made if there is none, which takes minutes and needs the package index.
 
-    python: a version in packages.PINS; None: the oldest. cpu: see `packages.required`. extra, requirements: packages
-    that the user adds, and the user's file of them. Raises Error if it cannot be made, and then leaves nothing behind.
+    python: a version in packages.PINS; None: the oldest that has an environment, or else is installed. cpu: see
+    `packages.required`. extra, requirements: packages that the user adds, and the user's file of them. Raises Error if
+    it cannot be made, and then leaves nothing behind.
     """
     additions.check(extra)
     wanted, constraints = additions.read(requirements) if requirements else ([], [])
@@ -74,10 +75,11 @@ def described() -> list[str]:
     """A line for each environment: its folder, its size, and what was asked for."""
     lines = []
     for path in _made():
-        content = (
-            (path / packages.COMPLETE).read_text().split("\n")[1:] if _is_complete(path) else ["incomplete: not used"]
-        )
-        lines.append(f"{path}: {_megabytes(path)} MB: {' '.join(content)}")
+        asked = "incomplete: not used"
+        if _is_complete(path):
+            _, *requirements = (path / packages.COMPLETE).read_text().split("\n")
+            asked = " ".join(requirements)
+        lines.append(f"{path}: {_megabytes(path)} MB: {asked}")
     return lines
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from traceback import extract_tb
 from types import TracebackType
 
+from gluon_mgpu.compat import cuda
 from gluon_mgpu.old import packages, python2
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error
@@ -68,7 +69,7 @@ def advice_on(message: str, code: str = "", *, here: bool = False, start: Sequen
     by_hand = next((advice for pattern, advice in python2.BY_HAND if re.match(pattern, message)), None)
     if by_hand:
         return f"if this is written for Python 2: {by_hand}"
-    if packages.cuda.DRIVER in message and not here:
+    if cuda.DRIVER in message and not here:
         return f"without a GPU, use MXNet for CPUs: `{' --cpu '.join(start)}`"
     edition = next((edition for pattern, edition in packages.EDITIONS if re.search(pattern, message)), None)
     if edition:

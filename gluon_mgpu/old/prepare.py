@@ -83,15 +83,13 @@ def _keep_packages(pip: Any) -> None:
 
     def main(args: list[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else args
-        changing = next((word for word in words if not word.startswith("-")), "") in ("install", "uninstall")
-        if (
-            not changing or not Path(sys.prefix, packages.COMPLETE).exists()
-        ):  # the program may have made its own environment
-            return int(original(args))
-        log.error(
-            "pip would change the packages of all old programs; add packages with `gluon-mgpu run --with PACKAGE`"
-        )
-        return 1
+        command = next((word for word in words if not word.startswith("-")), "")
+        is_ours = Path(sys.prefix, packages.COMPLETE).exists()  # the program may have made its own environment
+        if command in ("install", "uninstall") and is_ours:
+            advice = "add packages with `gluon-mgpu run --with PACKAGE`"
+            log.error(f"pip would change the packages of all old programs; {advice}")
+            return 1
+        return int(original(args))
 
     pip.main = main
 

@@ -6,6 +6,8 @@ and `--lr 0` on the command line, which sets `caller`.
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 import platform
 import re
@@ -63,6 +65,12 @@ class UsageError(Error):
         super().__init__(f"{subject}: {advice}" if subject else advice)
 
 
+def check_whole(name: str, value: object, least: int, most: float = math.inf, advice: str = "") -> None:
+    """Raise UsageError unless a value is a whole number in this range."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise UsageError(name, value, advice or f"must be a whole number of at least {least}")
+
+
 class Interrupted(KeyboardInterrupt):
     """Raised after Ctrl-C, once the current step is complete and the checkpoint is saved. The message is one line."""
 
@@ -110,7 +118,7 @@ def line_of(error: BaseException) -> str:
     """Describe an error in one line: the reason, and if the error was not expected, how to find out more."""
     if isinstance(error, Error):
         return str(error)
-    is_ours = isinstance(error, ImportError) and not _where(error)
+    is_ours = isinstance(error, ImportError) and not _users_line(error)
     doctor = f"`{command('doctor')}` may say what to do; " if is_ours else ""
     return f"{reason(error)} ({doctor}--debug shows the traceback)"
 
@@ -120,23 +128,23 @@ def reason(error: BaseException) -> str:
     to do, or else the last line of the error's message."""
     if isinstance(error, Error):
         return str(error)
-    where = _where(error)
-    if isinstance(error, ImportError) and not where:
+    users_line = _users_line(error)
+    if isinstance(error, ImportError) and not users_line:
         while error.__context__:  # NumPy's message is a page of advice; the cause is the first error in the chain
             error = error.__context__
     message = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     module = re.search(r"No module named '(\w+)'", message)
-    if module and not where:
+    if module and not users_line:
         pip = f"`pip install {PACKAGES.get(module[1], module[1])}`"
         return f"{module[1]} is not installed for {sys.executable}: use .venv/bin/python, which has it, or run {pip}"
     library = re.search(r"([^\s/]+\.so[^\s:]*): cannot open shared object file", message)
-    if library and not where:
+    if library and not users_line:
         apt = f"MXNet needs `apt install {LIBRARIES}` on Debian or Ubuntu"
         return f"{library[1]} is missing on this machine: install the package that contains it; {apt}"
-    return f"{where}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
+    return f"{users_line}{type(error).__name__}: {message.splitlines()[-1] if message else ''}"
 
 
-def _where(error: BaseException) -> str:
+def _users_line(error: BaseException) -> str:
     """The last line of the user's own files that led to the error, as "FILE, line N: "; empty if there is none."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):

@@ -20,43 +20,55 @@ PART = ".part"  # suffix of a file that is being written
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file completely or not at all: write(file) fills a temporary file, which then replaces `path`.
 
-    The new file has the permissions of the one that it replaces. If `path` is a link, the file that it leads to is
-    replaced. Raises Error if writing fails, for example because the disk is full; an existing file is then left
-    unchanged.
+    If `path` is a link, the file that it leads to is replaced. Raises Error if writing fails, for example because the
+    disk is full; an existing file is then left unchanged.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.parent / f".{target.name}.{os.getpid()}{PART}"
     try:
-        before = target.stat() if target.exists() else None
-        if before and not stat.S_ISREG(before.st_mode):  # do not replace a folder or a device such as /dev/null
+        if target.exists() and not target.is_file():  # do not replace a folder or a device such as /dev/null
             raise Error(f"{path} is not a regular file; pass a file path")
-        if before and not os.access(target, os.W_OK):
+        if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # never through a symbolic link
-            if before:
-                with suppress(PermissionError):  # only root can keep another owner
-                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
-                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            write_in(folder, target.name, write)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def write_in(folder: int, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file in an open folder, completely or not at all: see `write_whole`. A link is replaced, not followed.
+
+    folder: its file descriptor. The new file has the permissions of the one that it replaces. Raises OSError if writing
+    fails.
+    """
+    temporary = f".{name}.{os.getpid()}{PART}"
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a symbolic link
+        with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
+            with suppress(FileNotFoundError):
+                before = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(before.st_mode):
+                    _take_over(file.fileno(), before)
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
-        _sync(target.parent)
-    except OSError as error:
-        raise cannot_write(path, error) from None
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)  # so that the name survives a power cut
     finally:
-        with suppress(OSError):  # the temporary file has replaced `target`, or was never created
-            temporary.unlink()
+        with suppress(OSError):  # the temporary file has replaced the other one, or was never created
+            os.unlink(temporary, dir_fd=folder)
 
 
-def _sync(folder: Path) -> None:
-    """Make sure that the names of a folder's files survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _take_over(file: int, before: os.stat_result) -> None:
+    """Give a file the owner and the permissions of another one."""
+    with suppress(PermissionError):  # only root can keep another owner
+        os.fchown(file, before.st_uid, before.st_gid)
+    os.fchmod(file, stat.S_IMODE(before.st_mode))
 
 
 def cannot_write(path: str | Path, error: OSError) -> Error:

@@ -59,13 +59,13 @@ FRACTION = FloatRange(0, 1, max_open=True)
 class Setting(NamedTuple):
     """How a setting is declared. type: checks and converts values, on the command line and from Python.
 
-    group: the heading in --help. lessons: those, and their copies, that have the setting. changeable: whether a resumed
-    run may change it. recorded: whether the run's folder keeps it. typed: the default, as a user would type it.
+    heading: of its group in --help. lessons: those, and their copies, that have the setting. changeable: whether a
+    resumed run may change it. recorded: whether the run's folder keeps it. typed: the default, as a user would type it.
     """
 
     type: click.ParamType
     help: str
-    group: str = "Training"
+    heading: str = "Training"
     metavar: str | None = None
     lessons: Sequence[str] = LESSONS
     changeable: bool = False

@@ -4,16 +4,15 @@ curves.png. Only this module writes to it. Every update rewrites the whole file.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gluon_mgpu.support import files
 from gluon_mgpu.support.errors import Error, UsageError, setting
@@ -66,7 +65,8 @@ class Folder:
     def write(self, run: Run) -> None:
         """Write the run, config.json and metrics.jsonl. Raises Error if that fails, or if the folder's path now names
         another one; no file is then changed."""
-        self._write(CHECKPOINT, checkpoint.packed(run.arrays, run.as_json()))
+        content = checkpoint.packed(run.arrays, run.as_json())
+        self._write(CHECKPOINT, lambda file: file.write(content))
         self._write_text(run)
         if run.position.history and time.monotonic() - self._drawn > SECONDS_PER_DRAWING:
             self._draw(run.position.history)
@@ -95,28 +95,16 @@ class Folder:
             raise
 
     def _write_text(self, run: Run) -> None:
-        self._write(CONFIG, (json.dumps(run.described(), indent=2) + "\n").encode())
-        self._write(METRICS, "".join(json.dumps(e._asdict()) + "\n" for e in run.position.history).encode())
+        config = json.dumps(run.described(), indent=2) + "\n"
+        metrics = "".join(json.dumps(epoch._asdict()) + "\n" for epoch in run.position.history)
+        self._write(CONFIG, lambda file: file.write(config.encode()))
+        self._write(METRICS, lambda file: file.write(metrics.encode()))
 
-    def _write(self, name: str, content: bytes) -> None:
-        """Write a file completely or not at all."""
-        folder = self._check_path()
-        temporary, where = f".{name}.{os.getpid()}{files.PART}", {"dir_fd": folder}
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, **where)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never through a symbolic link
-            with open(os.open(temporary, flags, 0o666, **where), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            os.fsync(folder)  # so that the name survives a power cut
+            files.write_in(self._check_path(), name, write)
         except OSError as error:
             raise files.cannot_write(self.path / name, error) from None
-        finally:
-            with suppress(OSError):  # the temporary file has replaced the other one, or was never created
-                os.unlink(temporary, **where)
 
     def _check_path(self) -> int:
         """Raise Error if the path does not name the open folder. Returns its descriptor."""
@@ -143,9 +131,7 @@ class Folder:
             axes.set(ylabel=title, xlabel="epoch")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format="png", dpi=120)
-        self._write(CURVES, drawing.getvalue())
+        self._write(CURVES, lambda file: figure.savefig(file, format="png", dpi=120))
         self._drawn = time.monotonic()
 
 
@@ -165,14 +151,10 @@ def opened(given: dict[str, Any], group: Group) -> Iterator[tuple[Folder | None,
             run = read(given["resume"])
         elif group.rank == 0 and given.get("out") is not None:
             folder = Folder(given["out"], "out")
-        yield folder, _of_worker_0(run, group)
+        of_worker_0 = group.broadcast(run and run.as_json())
+        if group.rank > 0 and of_worker_0 is not None:
+            run = Run.from_json(of_worker_0, {})
+        yield folder, run
     finally:
         if folder:
             folder.close()
-
-
-def _of_worker_0(run: Run | None, group: Group) -> Run | None:
-    if group.size == 1:
-        return run
-    content = group.broadcast(run and run.as_json())
-    return run if group.rank == 0 or content is None else Run.from_json(content, {})

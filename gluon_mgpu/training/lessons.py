@@ -73,14 +73,14 @@ def name_of(lesson: ModuleType) -> str:
 
 class Lesson(NamedTuple):
     """What there is to know about a lesson. name: as in --impl. family: the package's lesson that it is, or is a copy
-    of. is_own: whether it is the user's own. recorded: the name that a run records, with the whole path of a file.
-    missing: the settings without a meaning in it."""
+    of. is_own: whether it is the user's own. full_name: the name, with the whole path of a file. missing: the settings
+    without a meaning in it."""
 
     module: ModuleType
     name: str
     family: str
     is_own: bool
-    recorded: str
+    full_name: str
     missing: frozenset[str]
 
     def check_settings(self, config: Config) -> None:
@@ -110,6 +110,20 @@ class Lesson(NamedTuple):
         return UsageError(name, value, f"not supported by {self.name}, only by {others} and copies of it")
 
 
+def chosen(config: Config, given: Collection[str], module: ModuleType | None = None) -> tuple[Lesson, Config]:
+    """The lesson of a run, and the settings for training with it.
+
+    given: names of the settings that the user passed. module: the lesson; None: load the one that is named in the
+    settings. Raises UsageError if a resumed run used a lesson of the user's own, and the user has not passed it.
+    """
+    is_given = module is not None or "impl" in given
+    if not is_given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
+        advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
+        raise UsageError("resume", config.resume, advice)
+    lesson = describe(module or load(config.impl))
+    return lesson, lesson.for_training(config, given)
+
+
 def describe(module: ModuleType) -> Lesson:
     """Find out what there is to know about a lesson. Raises UsageError if it is a copy of neither."""
     name = name_of(module)
@@ -118,5 +132,5 @@ def describe(module: ModuleType) -> Lesson:
         advice = "defines neither init_params, as scratch.py does, nor initialize, as highlevel.py does"
         raise UsageError("impl", name, advice)
     missing = frozenset(setting for setting, declared in SETTINGS.items() if family not in declared.lessons)
-    recorded = str(getattr(module, "__file__", None) or name) if name.endswith(".py") else name
-    return Lesson(module, name, family, name not in LESSONS, recorded, missing)
+    full_name = str(getattr(module, "__file__", None) or name) if name.endswith(".py") else name
+    return Lesson(module, name, family, name not in LESSONS, full_name, missing)

@@ -23,12 +23,11 @@ from gluon_mgpu.support.errors import Error, Interrupted, setting
 from gluon_mgpu.training.checkpoint import Arrays
 from gluon_mgpu.training.folder import Folder
 from gluon_mgpu.training.losses import Losses
-from gluon_mgpu.training.model import Model, read_arrays
+from gluon_mgpu.training.models import Model, read_arrays
 from gluon_mgpu.training.record import Epoch, Run, exists
 from gluon_mgpu.training.seeds import seed_step
 from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import Step
-from gluon_mgpu.training.watch import UnsavedArrays
 from gluon_mgpu.training.workers import Group
 
 PLATEAU_STEPS = 50  # before this many steps, a loss as high as that of guessing is normal
@@ -40,8 +39,8 @@ Item = TypeVar("Item")
 class Setup(NamedTuple):
     """A run, and what `fit` needs to train it; nothing in it changes afterward, except the run's position.
 
-    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. unsaved: looks for others.
-    warning: a line to repeat at the end; empty if there is none.
+    run: its arrays are in the model. state: the arrays that the lesson itself keeps, if any. warning: a line to repeat
+    at the end; empty if there is none.
     """
 
     run: Run
@@ -49,7 +48,6 @@ class Setup(NamedTuple):
     model: Model
     step: Step  # (X, y, lr) -> the losses of each shard
     state: LessonState | None = None
-    unsaved: UnsavedArrays | None = None
     warning: str = ""
 
     def arrays(self) -> Arrays:
@@ -102,11 +100,11 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
     steps_per_epoch = -(-examples // size)
     earlier = (number - 1) * steps_per_epoch  # steps in earlier epochs
     order = shuffled(examples, config.seed, number)[position.steps * size :]
-    local = partial(group.local_indices, device_count=len(model.ctx)) if group.size > 1 else None
+    part = partial(group.local_indices, device_count=len(model.ctx)) if group.size > 1 else None
     start = time.perf_counter() - position.seconds
     losses = Losses(number, examples, size, position.steps, group)
     stopped = False
-    for X, y in batches(data.train_images, data.train_labels, size, order, local):
+    for X, y in batches(data.train_images, data.train_labels, size, order, part):
         if group.is_set_anywhere(ctrl_c.asked):  # Ctrl-C in any worker stops all of them at the same step
             stopped = True
             break
@@ -114,8 +112,6 @@ def _train_epoch(number: int, setup: Setup, group: Group, ctrl_c: CtrlC) -> bool
         lr = config.learning_rate(earlier + position.steps, steps_per_epoch)
         losses.add(setup.step(X, y, lr), X.shape[0])
         position.steps += 1
-        if setup.unsaved:
-            setup.unsaved.after_step()
     position.loss_sum += losses.finish()
     nd.waitall()
     position.seconds = time.perf_counter() - start
@@ -126,12 +122,12 @@ def _evaluate(setup: Setup, group: Group, ctrl_c: CtrlC) -> float | None:
     """Measure the test accuracy; each worker evaluates a part of the test set. Returns None after Ctrl-C."""
     config, data, model = setup.run.config, setup.data, setup.model
     batch_size = min(config.batch_size, LARGEST_BATCH)
-    local = group.local_indices(len(data.test_labels), len(model.ctx))
+    mine = group.local_indices(len(data.test_labels), len(model.ctx))
     correct, stopped = 0.0, False
     try:
-        if len(local):
-            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, local))
-            correct = round(model.evaluate_accuracy(test_iter) * len(local))
+        if len(mine):
+            test_iter = ctrl_c.between(batches(data.test_images, data.test_labels, batch_size, mine))
+            correct = round(model.evaluate_accuracy(test_iter) * len(mine))
     except Interrupted:
         stopped = True
     correct = group.total(correct)
@@ -145,8 +141,8 @@ def _check_replicas(model: Model, title: str, group: Group) -> dict[str, np.ndar
     # ReLU turns nan into 0, so the losses can be finite even if some parameters are not.
     broken = [name for name, values in first.items() if not np.isfinite(values).all()]
     if broken:
-        where = f"{title} ({', '.join(broken)})"
-        raise Error(f"parameters are not finite in {where}: training stopped; try a smaller {setting('lr')}")
+        place = f"{title} ({', '.join(broken)})"
+        raise Error(f"parameters are not finite in {place}: training stopped; try a smaller {setting('lr')}")
     others = [read_arrays(model, device) for device in range(1, len(model.ctx))]
     differ = [name for name in first if any(first[name].tobytes() != other[name].tobytes() for other in others)]
     if group.size > 1:

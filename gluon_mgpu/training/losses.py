@@ -60,8 +60,8 @@ class Losses:
         self.loss_sum += loss * len(losses)
         if not math.isfinite(loss):
             self.bar.close()
-            where = f"{self.title}, step {self.steps}"
-            raise Error(f"the loss is not finite at {where}: training stopped; try a smaller {setting('lr')}")
+            place = f"{self.title}, step {self.steps}"
+            raise Error(f"the loss is not finite at {place}: training stopped; try a smaller {setting('lr')}")
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
 

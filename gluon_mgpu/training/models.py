@@ -1,34 +1,155 @@
-"""The models of the lessons: ArrayModel for scratch and its copies, GluonModel for highlevel and its copies. Both call
-the lesson's own functions. `create_model` chooses the model."""
+"""What the training loop knows of a lesson: a `Model`. An ArrayModel calls the functions of scratch or of a copy of it,
+a GluonModel those of highlevel. `create_model` chooses one of them."""
 
 from __future__ import annotations
 
 import inspect
 import io
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import Context, autograd, gluon, nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data.datasets import IMAGE_SHAPE
-from gluon_mgpu.support.errors import UsageError, reason
+from gluon_mgpu.support.errors import Error, UsageError, reason
 from gluon_mgpu.training import lessons, registry, tuning
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.lessons import Lesson, name_of
-from gluon_mgpu.training.model import LENET_NAMES, VELOCITY, Model
-from gluon_mgpu.training.step import average_running_stats
+from gluon_mgpu.training.registry import LENET_NAMES
 from gluon_mgpu.training.workers import Group
 
+VELOCITY = "velocity/"  # in checkpoints, the name of a velocity is this prefix and the parameter's name
 LENET_DIMENSIONS = [4, 1, 4, 1, 2, 1, 2, 1]  # of LeNet's arrays
 RUNNING_STATS = ("running_mean", "running_var")  # suffixes of Gluon's names of batch normalization's statistics
+
+
+class Model(ABC):
+    """A network with a replica on each device in ctx, trained with the functions of a lesson."""
+
+    running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
+
+    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
+
+    @abstractmethod
+    def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
+        """Run the lesson's `train_batch` on images X (n, *image_shape) and labels y (n,). Returns each shard's losses,
+        without waiting for them."""
+
+    @abstractmethod
+    def predict(self, X: NDArray) -> NDArray:
+        """Compute the scores (n, classes) of images X (n, *image_shape) on X's device, without waiting for them."""
+
+    @abstractmethod
+    def arrays(self, device: int = 0) -> dict[str, NDArray]:
+        """The arrays of one device: parameters, running statistics, and velocities (with momentum)."""
+
+    @abstractmethod
+    def export(self, prefix: str) -> None:
+        """Write PREFIX-symbol.json and PREFIX-0000.params, as HybridBlock.export does. Raises UsageError if the network
+        has no graph."""
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Set all replicas. arrays: as in `arrays`. Raises Error if their names or shapes do not match this network."""
+        arrays = self._with_todays_names(arrays)
+        self._check_match(arrays)
+        for device in range(len(self.ctx)):
+            for name, array in self.arrays(device).items():
+                nd.array(arrays[name]).copyto(array)  # array[:] fails on weights in a oneDNN layout
+
+    def _with_todays_names(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Earlier versions named the arrays of any network of eight arrays as LeNet's."""
+        names = [name for name in self.arrays() if not name.startswith(VELOCITY)]
+        if len(names) != len(LENET_NAMES) or not arrays.keys() >= {*LENET_NAMES}:
+            return arrays
+        now = dict(zip(LENET_NAMES, names))
+        now |= {VELOCITY + name: VELOCITY + other for name, other in now.items()}
+        return {now.get(name, name): array for name, array in arrays.items()}
+
+    def _check_match(self, arrays: dict[str, np.ndarray]) -> None:
+        ours, others = ({name: array.shape for name, array in found.items()} for found in (self.arrays(), arrays))
+        if ours != others:
+            (name, shape), *_ = sorted({*ours.items()} ^ {*others.items()})
+            which = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
+            raise Error(f"the checkpoint is from a different network or lesson: {which} {name} {shape}")
+
+    def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
+        accuracy = self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
+        if not (isinstance(accuracy, Real) and 0 <= float(accuracy) <= 1):
+            raise self.wrong("evaluate_accuracy", accuracy, "a number from 0 to 1")
+        return float(accuracy)
+
+    # The parts of a step, which `step.assemble` puts together
+
+    @abstractmethod
+    def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
+        """Compute the gradients of each shard on its device. Returns the losses of each shard."""
+
+    @abstractmethod
+    def allreduce(self) -> None:
+        """Sum the gradients over the devices of this process."""
+
+    @abstractmethod
+    def update(self, lr: float, batch_size: int) -> None:
+        """Update each replica with its gradients, which are sums over batch_size examples."""
+
+    def split_and_load(self, data: NDArray) -> list[NDArray]:
+        """Split a batch into one shard per device."""
+        return self._call("split_and_load", data, self.ctx)
+
+    def _call(self, function: str, *args: Any) -> list[NDArray]:
+        """Call a function of the lesson. Raises UsageError if it returns anything but a list of NDArrays."""
+        arrays = getattr(self.lesson, function)(*args)
+        if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
+            raise self.wrong(function, arrays, "a list of NDArrays")
+        return arrays  # type: ignore[return-value]
+
+    def wrong(self, function: str, returned: object, right: str) -> UsageError:
+        """The error for a function of the lesson that returns something wrong."""
+        advice = "add its return statement" if returned is None else f"it must return {right}"
+        return UsageError("impl", name_of(self.lesson), f"{function} returned {returned!r:.60}; {advice}")
+
+    def grads(self, device: int = 0) -> dict[str, NDArray]:
+        """The gradients on one device, by the names of their parameters."""
+        return {name: array.grad for name, array in self.arrays(device).items() if array.grad is not None}
+
+    def average_running_stats(self, losses: list[NDArray], examples: int, group: Group, fraction: float = 1.0) -> None:
+        """Average batch normalization's running statistics over the devices and workers, weighted by the number of
+        examples, so that all replicas give the same result in an evaluation.
+
+        losses: of each shard. examples: their number. fraction: this worker's fraction of the whole batch.
+        """
+        ctx, names = self.ctx, self.running_stats
+        if not names or len(ctx) * group.size == 1:
+            return
+        arrays = [self.arrays(i) for i in range(len(ctx))]
+        weighted = []
+        for i, c in enumerate(ctx):
+            weight = sum(shard.shape[0] for shard in losses if shard.context == c) / examples
+            # A hybridized network's backward pass writes the statistics without telling the engine. Reading an element
+            # of the gradient that is computed last makes the engine wait for the whole backward pass.
+            last = next(iter(self.grads(i).values())).reshape(-1)[:1]
+            weighted.append(nd.concat(*[arrays[i][name] for name in names], last, dim=0) * weight)
+        average = nd.add_n(*[x.as_in_context(ctx[0]) for x in weighted])
+        if group.size > 1:
+            average = nd.array(group.all_reduce((average * fraction).asnumpy()))
+        for i, c in enumerate(ctx):
+            on_device, start = average.as_in_context(c), 0
+            for name in names:
+                size = arrays[i][name].shape[0]
+                on_device[start : start + size].copyto(arrays[i][name])
+                start += size
 
 
 class ArrayModel(Model):
@@ -36,12 +157,12 @@ class ArrayModel(Model):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        params = _arrays_from(self, "init_params")
-        self.device_params = [_arrays_from(self, "get_params", params, c) for c in self.ctx]
+        params = self._call("init_params")
+        self.device_params = [self._call("get_params", params, c) for c in self.ctx]
         self.names = _array_names([param.ndim for param in params])
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
-        return _arrays_from(self, "train_batch", X, y, self.device_params, self.ctx, lr)
+        return self._call("train_batch", X, y, self.device_params, self.ctx, lr)
 
     def predict(self, X: NDArray) -> NDArray:
         scores = self.lesson.lenet(X, self.device_params[self.ctx.index(X.context)])
@@ -52,11 +173,8 @@ class ArrayModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return dict(zip(self.names, self.device_params[device]))
 
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return _arrays_from(self, "split_and_load", data, self.ctx)
-
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return _arrays_from(self, "forward_backward", self.device_params, Xs, ys)
+        return self._call("forward_backward", self.device_params, Xs, ys)
 
     def allreduce(self) -> None:
         for i in range(len(self.names)):
@@ -150,8 +268,8 @@ class GluonModel(Model):
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
         self.trainer.set_learning_rate(lr)
-        losses = _arrays_from(self, "train_batch", X, y, self.net, self.ctx, self.trainer)
-        average_running_stats(self, losses, X.shape[0], Group())
+        losses = self._call("train_batch", X, y, self.net, self.ctx, self.trainer)
+        self.average_running_stats(losses, X.shape[0], Group())
         return losses
 
     def predict(self, X: NDArray) -> NDArray:
@@ -160,11 +278,8 @@ class GluonModel(Model):
     def arrays(self, device: int = 0) -> dict[str, NDArray]:
         return self._arrays[device]
 
-    def split_and_load(self, data: NDArray) -> list[NDArray]:
-        return _arrays_from(self, "split_and_load", data, self.ctx)
-
     def forward_backward(self, Xs: list[NDArray], ys: list[NDArray]) -> list[NDArray]:
-        return _arrays_from(self, "forward_backward", self.net, Xs, ys)
+        return self._call("forward_backward", self.net, Xs, ys)
 
     def allreduce(self) -> None:
         self.trainer.allreduce_grads()
@@ -228,12 +343,10 @@ def unfit(config: Config, why: str) -> UsageError:
     return UsageError(name, value, f"the network {why}{hint}")
 
 
-def _arrays_from(model: Model, function: str, *args: Any) -> list[NDArray]:
-    """Call a function of a model's lesson. Raises UsageError if it returns anything but a list of NDArrays."""
-    arrays = getattr(model.lesson, function)(*args)
-    if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, NDArray) for array in arrays):
-        raise model.wrong(function, arrays, "a list of NDArrays")
-    return arrays  # type: ignore[return-value]
+def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:
+    """Read the arrays of a model, or of another object with a method `arrays`, on one device. See `Model.arrays`."""
+    nd.waitall()  # a forward pass that is still running may change the layout of weights
+    return {name: array.asnumpy() for name, array in model.arrays(device).items()}
 
 
 def _array_names(dimensions: list[int]) -> Sequence[str]:

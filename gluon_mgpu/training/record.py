@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gluon_mgpu.data.datasets import IMAGE_SHAPE, Dataset
+from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint
@@ -26,6 +26,7 @@ CHECKPOINT = "checkpoint.npz"
 CHANGEABLE = ("workers", "devices", "threads", "version", "mxnet", "numpy", "python")
 DATA = ("data", "data_digest", "data_checksum", "image_shape", "image_dtype", "classes", "running_stats")
 DETAILS = {*CHANGEABLE, *DATA}
+NEEDED = {"devices", "image_shape", "image_dtype", "classes"}  # the first versions did not record all of these
 LARGEST_IMAGE = 65536  # limit on each size in image_shape
 
 
@@ -104,18 +105,22 @@ class Run(NamedTuple):
         settings = {name: value for name, value in recorded.items() if name in RECORDED}
         if str(settings.get("impl")).endswith(".py"):  # earlier versions recorded the path as it was given
             settings["impl"] = os.path.abspath(settings["impl"])
-        shape = tuple(details.get("image_shape", IMAGE_SHAPE))
+        shape, classes = tuple(details["image_shape"]), details["classes"]
         if len(shape) != 3 or any(type(size) is not int or not 1 <= size <= LARGEST_IMAGE for size in shape):
             raise ValueError(f"image_shape {shape}")
+        if type(classes) is not int or classes < 1:
+            raise ValueError(f"classes {classes}")
         details["image_shape"] = shape
         return cls(Config(**Config.parse({**settings, **_devices(details)})), details, position, arrays)
 
-    def check_data(self, data: Dataset, name: str, value: object) -> None:
-        """Raise UsageError if this run was trained on other data. name, value: of the setting that gave the data."""
-        recorded, found = self.details.get("data_digest"), data.digest
+    def check_data(self, data: Dataset, digest: str, name: str, value: object) -> None:
+        """Raise UsageError if this run was trained on other data. digest: of the data. name, value: of the setting that
+        gave the data."""
         if "data_checksum" in self.details:  # of a run of an earlier version
-            recorded, found = self.details["data_checksum"], data.checksum
-        if recorded is not None and recorded != found():
+            is_same = self.details["data_checksum"] == data.checksum()
+        else:
+            is_same = self.details.get("data_digest") == digest
+        if not is_same:
             raise UsageError(name, value, "not the data that the run was trained on")
 
 
@@ -129,7 +134,7 @@ def read(folder: str | Path) -> Run:
     path = Path(folder) / CHECKPOINT
     arrays, content = checkpoint.load(path)
     try:
-        if content.get("format") != FORMAT:
+        if content.get("format") != FORMAT or not NEEDED <= content["config"].keys():
             raise Error(f"{path} was written by another version of gluon_mgpu: use that version")
         run = Run.from_json(content, arrays)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, UsageError) as error:

@@ -14,7 +14,8 @@ from mxnet import gluon
 
 from gluon_mgpu import networks
 from gluon_mgpu.support.errors import UsageError
-from gluon_mgpu.training.model import LENET_NAMES
+
+LENET_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")  # names of LeNet's arrays in checkpoints
 
 
 class Registered(NamedTuple):

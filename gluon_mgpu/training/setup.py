@@ -23,13 +23,12 @@ from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import SETTINGS, Config
 from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.loop import Setup
-from gluon_mgpu.training.model import Model, read_arrays
-from gluon_mgpu.training.models import model_of
+from gluon_mgpu.training.models import Model, model_of, read_arrays
 from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import assemble
-from gluon_mgpu.training.watch import UnsavedArrays, naming_what_it_does_not_call
+from gluon_mgpu.training.watch import naming_what_is_not_saved, naming_what_it_does_not_call
 from gluon_mgpu.training.workers import Group
 
 
@@ -44,15 +43,15 @@ def set_up(
     """
     draws_seed = config.seed is None
     seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
-    config = dataclasses.replace(config, impl=lesson.recorded, seed=seed)
+    config = dataclasses.replace(config, impl=lesson.full_name, seed=seed)
     if data is None:
         data = datasets.load(config.dataset, config.data_dir, config.limit, seed)
     else:
         data = data.first(config.limit)
     config.check_batch_size(len(data.train_labels), group.size * len(ctx))
-    if recorded:
-        recorded.check_data(data, "data_dir", config.data_dir)
     details = _details(ctx, data, group)
+    if recorded:
+        recorded.check_data(data, details["data_digest"], "data_dir", config.data_dir)
     if group.size > 1:
         group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
     shape, classes = details["image_shape"], details["classes"]
@@ -75,8 +74,9 @@ def set_up(
     if lesson.is_own and not warning:
         built = ["lenet"] if lesson.family == "highlevel" and config.model == "lenet" else []
         step = naming_what_it_does_not_call(step, lesson, built)
-    unsaved = UnsavedArrays(lesson, state) if lesson.is_own and (config.out or config.resume) else None
-    return Setup(run, data, model, step, state, unsaved, warning)
+    if lesson.is_own and (config.out or config.resume):
+        step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
+    return Setup(run, data, model, step, state, warning)
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
@@ -89,11 +89,7 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
         "mxnet": mxnet.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "data": data.source,
-        "data_digest": data.digest(),
-        "image_shape": data.image_shape,
-        "image_dtype": str(data.train_images.dtype),
-        "classes": data.classes,
+        **data.described(),
     }
 
 

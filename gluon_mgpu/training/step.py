@@ -12,7 +12,7 @@ from mxnet import nd
 from mxnet.ndarray import NDArray
 
 from gluon_mgpu.data.splitting import split
-from gluon_mgpu.training.model import Model
+from gluon_mgpu.training.models import Model
 from gluon_mgpu.training.workers import Group
 
 Step = Callable[[NDArray, NDArray, float], list[NDArray]]  # (X, y, lr) -> the losses of each shard
@@ -33,7 +33,7 @@ def assemble(model: Model, group: Group) -> Step:
         if group.size > 1:
             _sum_over_workers([model.grads(i) for i in range(len(model.ctx))], group)
         model.update(lr, batch_size)
-        average_running_stats(model, losses, X.shape[0], group, X.shape[0] / batch_size)
+        model.average_running_stats(losses, X.shape[0], group, X.shape[0] / batch_size)
         return losses
 
     return step
@@ -49,33 +49,3 @@ def _sum_over_workers(grads: list[dict[str, NDArray]], group: Group) -> None:
         total = nd.array(group.all_reduce(grads[0][name].asnumpy()))
         for of_device in grads:
             total.copyto(of_device[name])
-
-
-def average_running_stats(
-    model: Model, losses: list[NDArray], examples: int, group: Group, fraction: float = 1.0
-) -> None:
-    """Average batch normalization's running statistics over the devices and workers, weighted by the number of
-    examples, so that all replicas give the same result in an evaluation.
-
-    losses: of each shard. examples: their number. fraction: this worker's fraction of the whole batch.
-    """
-    ctx, names = model.ctx, model.running_stats
-    if not names or len(ctx) * group.size == 1:
-        return
-    arrays = [model.arrays(i) for i in range(len(ctx))]
-    weighted = []
-    for i, c in enumerate(ctx):
-        weight = sum(shard.shape[0] for shard in losses if shard.context == c) / examples
-        # A hybridized network's backward pass writes the statistics without telling the engine. Reading an element of
-        # the gradient that is computed last makes the engine wait for the whole backward pass.
-        last = next(iter(model.grads(i).values())).reshape(-1)[:1]
-        weighted.append(nd.concat(*[arrays[i][name] for name in names], last, dim=0) * weight)
-    average = nd.add_n(*[x.as_in_context(ctx[0]) for x in weighted])
-    if group.size > 1:
-        average = nd.array(group.all_reduce((average * fraction).asnumpy()))
-    for i, c in enumerate(ctx):
-        on_device, start = average.as_in_context(c), 0
-        for name in names:
-            size = arrays[i][name].shape[0]
-            on_device[start : start + size].copyto(arrays[i][name])
-            start += size

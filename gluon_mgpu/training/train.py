@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +20,9 @@ from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError, setting
 from gluon_mgpu.training import lessons, workers
-from gluon_mgpu.training.config import LESSONS, Config
+from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import Folder, opened
 from gluon_mgpu.training.record import Epoch, Run
-from gluon_mgpu.training.workers import Group
 
 
 def train(*values: Any, **options: Any) -> list[Epoch]:
@@ -62,38 +63,30 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             config = _resumed(recorded, given, folder) if recorded else Config(**given)
             if recorded and len(recorded.position.history) == config.epochs:
                 return recorded.position.history
-            try:
-                return _train(config, given, folder, recorded, lesson, data, group)
-            except SystemExit as ended:  # status 0 would say that it was trained
-                advice = "remove this call, or put it under `if __name__ == '__main__':`"
-                raise Error(f"{config.impl} ended the program with sys.exit({ended.code}); {advice}") from None
+            ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
+            from gluon_mgpu.training import loop, seeds, setup
+
+            gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
+            with seeds.restored_afterward(), _exit_is_an_error(config.impl):
+                chosen, config = lessons.chosen(config, given, lesson)
+                ready = setup.set_up(config, recorded, chosen, data, ctx, group)
+                if folder:
+                    folder.create()
+                if recorded:  # so that the next resume uses the new settings
+                    started = ready.run._replace(arrays=ready.arrays())
+                    if folder:
+                        folder.write(started)
+                devices.say_if_no_gpu(ctx, config.device)
+                return loop.fit(ready, folder, group)
 
 
-def _train(
-    config: Config,
-    given: dict[str, Any],
-    folder: Folder | None,
-    recorded: Run | None,
-    lesson: ModuleType | None,
-    data: Dataset | None,
-    group: Group,
-) -> list[Epoch]:
-    ctx = devices.contexts(config.gpus, config.device)  # sets up mxnet, which the following modules import
-    from gluon_mgpu.training import loop, seeds, setup
-
-    gc.collect()  # networks of earlier trainings, whose blocks refer to themselves
-    with seeds.restored_afterward():
-        described = lessons.describe(lesson or _load_lesson(config, given))
-        config = described.for_training(config, given)
-        ready = setup.set_up(config, recorded, described, data, ctx, group)
-        if folder:
-            folder.create()
-        if recorded:  # so that the next resume uses the new settings
-            started = ready.run._replace(arrays=ready.arrays())
-            if folder:
-                folder.write(started)
-        devices.say_if_no_gpu(ctx, config.device)
-        return loop.fit(ready, folder, group)
+@contextmanager
+def _exit_is_an_error(impl: str) -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as ended:  # status 0 would say that it was trained
+        advice = "remove this call, or put it under `if __name__ == '__main__':`"
+        raise Error(f"{impl} ended the program with sys.exit({ended.code}); {advice}") from None
 
 
 def _resumed(recorded: Run, given: dict[str, Any], folder: Folder | None) -> Config:
@@ -113,10 +106,3 @@ def _resumed(recorded: Run, given: dict[str, Any], folder: Folder | None) -> Con
         if folder:
             folder.end(finished)  # if the run was killed, metrics.jsonl or curves.png may be out of date
     return config
-
-
-def _load_lesson(config: Config, given: dict[str, Any]) -> ModuleType:
-    if "impl" not in given and config.impl not in LESSONS:  # a checkpoint does not choose code to run
-        advice = f"the run used your own lesson; pass it with {setting('impl', config.impl)}"
-        raise UsageError("resume", config.resume, advice)
-    return lessons.load(config.impl)

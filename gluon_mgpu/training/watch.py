@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +18,6 @@ from mxnet.ndarray import NDArray
 from gluon_mgpu.support import log
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.lessons import Lesson
-from gluon_mgpu.training.state import LessonState
 from gluon_mgpu.training.step import Step
 
 IN_A_STEP = ("train_batch", "split_and_load", "forward_backward", "lenet", "loss", "allreduce", "sgd")
@@ -33,18 +32,11 @@ def naming_what_it_does_not_call(step: Step, lesson: Lesson, others: Sequence[st
         nonlocal is_first
         if not is_first:
             return step(*args)
-        is_first, called, before = False, set[CodeType](), sys.getprofile()
-
-        def note(frame: FrameType, event: str, _: Any) -> None:
-            called.add(frame.f_code)
-
-        sys.setprofile(note)
-        try:
+        is_first, called = False, set[CodeType]()
+        with noting_calls(lambda frame: called.add(frame.f_code)):
             losses = step(*args)
-        finally:
-            sys.setprofile(before)
         names = [name for name in (*IN_A_STEP, "train") if name not in others and _is_changed(name, lesson)]
-        if left_out := [name for name in names if _code(getattr(lesson.module, name)) not in called]:
+        if left_out := [name for name in names if code_of(getattr(lesson.module, name)) not in called]:
             log.say(f"a step does not call your own {', '.join(left_out)} in {lesson.name}, with these settings")
         return losses
 
@@ -61,45 +53,63 @@ def _is_changed(name: str, lesson: Lesson) -> bool:
     return True
 
 
-def _code(function: Any) -> CodeType | None:
+@contextmanager
+def noting_calls(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call note(frame) whenever a Python function is called."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: note(frame) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, without its decorators."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
-class UnsavedArrays:
-    """Prints a notice if the second step changes variables of a lesson's module, which no checkpoint holds: arrays and
-    numbers, also in attributes of its own objects, and a gluon.Trainer. The first step may only fill caches."""
+def naming_what_is_not_saved(step: Step, lesson: Lesson, saved: Callable[[], dict[str, NDArray]]) -> Step:
+    """The same step. After its second call, a notice names the variables of the lesson's module that this call has
+    changed, and that no checkpoint holds: arrays and numbers, also in attributes of its own objects, and a
+    gluon.Trainer. The first call may only fill caches.
 
-    def __init__(self, lesson: Lesson, state: LessonState | None) -> None:
-        self.lesson, self.state, self.steps, self.before = lesson, state, 0, dict[str, int]()
+    saved: returns the arrays that checkpoints hold. The first two calls wait for the devices.
+    """
+    found = list[dict[str, int]]()  # {variable: checksum of what it contains}, after each of the first two calls
 
-    def after_step(self) -> None:
-        """Waits for the first two steps."""
-        self.steps += 1
-        if self.steps > 2:
-            return
-        saved = self.state.local() if self.state else {}
-        self.saved = {id(array): array for array in saved.values()}
-        kept = {name: value for name, value in vars(self.lesson.module).items() if name[:2] != "__"}
-        now = {name: zlib.crc32(b"".join(self._contents(value))) for name, value in kept.items()}
-        if changed := sorted(name for name in now if self.before.get(name, now[name]) != now[name]):
-            log.say(
-                f"{self.lesson.name}: each step changes {', '.join(changed)}, which a resumed run does not "
-                "restore; to save arrays, define state(device) (docs/training.md)"
-            )
-        self.before = now
+    def watched(*args: Any) -> list[NDArray]:
+        losses = step(*args)
+        if len(found) < 2:
+            arrays = [*saved().values()]  # alive, so that no other object gets one of their ids
+            held = {id(array) for array in arrays}
+            kept = {name: value for name, value in vars(lesson.module).items() if name[:2] != "__"}
+            contents = {name: _contents(value, lesson, held) for name, value in kept.items()}
+            found.append({name: zlib.crc32(b"".join(parts)) for name, parts in contents.items()})
+            first, last = found[0], found[-1]
+            if changed := sorted(name for name in last if first.get(name, last[name]) != last[name]):
+                log.say(
+                    f"{lesson.name}: each step changes {', '.join(changed)}, which a resumed run does not "
+                    "restore; to save arrays, define state(device) (docs/training.md)"
+                )
+        return losses
 
-    def _contents(self, value: Any, depth: int = 0) -> Iterator[bytes]:
-        if isinstance(value, gluon.Trainer):
-            value = value.optimizer.num_update
-        if id(value) in self.saved:
-            return
-        if isinstance(value, (NDArray, np.ndarray)):
-            yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
-        elif isinstance(value, (int, float)):
-            yield repr(value).encode()
-        elif depth < 4:  # objects may refer to each other
-            if type(value).__module__ == self.lesson.module.__name__:
-                value = getattr(value, "__dict__", value)
-            parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            for part in parts:
-                yield from self._contents(part, depth + 1)
+    return watched
+
+
+def _contents(value: Any, lesson: Lesson, held: set[int], depth: int = 0) -> Iterator[bytes]:
+    """The arrays and numbers that a variable leads to, except the arrays with these ids."""
+    if isinstance(value, gluon.Trainer):
+        value = value.optimizer.num_update
+    if id(value) in held:
+        return
+    if isinstance(value, (NDArray, np.ndarray)):
+        yield value.asnumpy().tobytes() if isinstance(value, NDArray) else value.tobytes()
+    elif isinstance(value, (int, float)):
+        yield repr(value).encode()
+    elif depth < 4:  # objects may refer to each other
+        if type(value).__module__ == lesson.module.__name__:
+            value = getattr(value, "__dict__", value)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        for part in parts:
+            yield from _contents(part, lesson, held, depth + 1)

@@ -1,4 +1,4 @@
-"""The processes that train together: one (`Group`), or several that mpiexec or srun has started (`MPIGroup`)."""
+"""The processes that train together: one, or several that mpiexec or srun has started."""
 
 from __future__ import annotations
 
@@ -16,62 +16,37 @@ from gluon_mgpu.support.errors import Error, Interrupted, UsageError, setting
 
 
 class Group:
-    """The processes of a run, as one of them sees them. This class is for a process that trains alone.
+    """The processes of a run, as one of them sees them.
 
-    rank: this process's number, from 0. size: their number. All processes must call a method at the same time, with
-    values of the same shape; it returns when all have done so.
+    comm: an MPI communicator; None: this process trains alone. rank: this process's number, from 0. size: their number.
+    All processes must call a method at the same time, with values of the same shape; it returns when all have done so.
     """
 
-    rank, size = 0, 1
+    def __init__(self, comm: Any = None) -> None:
+        self.comm = comm
+        self.rank: int = 0 if comm is None else comm.rank
+        self.size: int = 1 if comm is None else comm.size
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """Sum an array over all processes, in place."""
+        if self.size > 1:
+            from mpi4py import MPI
+
+            self.comm.Allreduce(MPI.IN_PLACE, array)
         return array
 
     def total(self, number: float) -> float:
         """The sum of a number over all processes."""
-        return number
-
-    def is_set_anywhere(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        return flag
-
-    def broadcast(self, value: Any) -> Any:
-        """Send worker 0's value, which JSON can represent, to all processes."""
-        return value
-
-    def broadcast_arrays(self, arrays: dict[str, np.ndarray], rank: int = 0) -> dict[str, np.ndarray]:
-        """Send one process's arrays to all. Each process passes arrays with the same names, shapes and types."""
-        return arrays
-
-    def agree(self, values: dict[str, Any], advice: str) -> None:
-        """Raise UsageError, with this advice, if a value differs from worker 0's value. Values are compared as JSON."""
-
-    def local_indices(self, n: int, device_count: int) -> np.ndarray:
-        """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
-        device_count: the number of devices of each process."""
-        return np.arange(n)
-
-
-class MPIGroup(Group):
-    """Several processes, which MPI connects. comm: an MPI communicator."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-
-    def all_reduce(self, array: np.ndarray) -> np.ndarray:
-        from mpi4py import MPI
-
-        self.comm.Allreduce(MPI.IN_PLACE, array)
-        return array
-
-    def total(self, number: float) -> float:
         return float(self.all_reduce(np.array(number, np.float64)))
 
     def is_set_anywhere(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
         return self.total(flag) > 0
 
     def broadcast(self, value: Any) -> Any:
+        """Send worker 0's value, which JSON can represent, to all processes."""
+        if self.size == 1:
+            return value
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         size = np.array(len(text))
         self.comm.Bcast(size)
@@ -80,19 +55,26 @@ class MPIGroup(Group):
         return json.loads(text.tobytes())
 
     def broadcast_arrays(self, arrays: dict[str, np.ndarray], rank: int = 0) -> dict[str, np.ndarray]:
+        """Send one process's arrays to all. Each process passes arrays with the same names, shapes and types."""
+        if self.size == 1:
+            return arrays
         arrays = {name: np.array(array, order="C") for name, array in arrays.items()}
         for array in arrays.values():
             self.comm.Bcast(array, rank)
         return arrays
 
     def agree(self, values: dict[str, Any], advice: str) -> None:
-        values, of_worker_0 = json.loads(json.dumps(values)), self.broadcast(values)
+        """Raise UsageError, with this advice, if a value differs from worker 0's value. Values are compared as JSON."""
+        values = json.loads(json.dumps(values))
+        of_worker_0 = self.broadcast(values)
         for name in {**of_worker_0, **values}:
             value, expected = values.get(name), of_worker_0.get(name)
             if value != expected:
                 raise UsageError(None, f"{name} is {value} in worker {self.rank}, but {expected} in worker 0", advice)
 
     def local_indices(self, n: int, device_count: int) -> np.ndarray:
+        """The indices of this process's examples among n, which are divided evenly among the devices of all processes.
+        device_count: the number of devices of each process."""
         sizes = shard_sizes(n, self.size * device_count)
         start = sum(sizes[: self.rank * device_count])
         return np.arange(start, start + sum(sizes[self.rank * device_count :][:device_count]))
@@ -136,7 +118,7 @@ def join(kvstore: str) -> Iterator[Group]:
         raise UsageError("kvstore", kvstore, advice)
     try:
         startup.plan(processes=_sharing_cores(comm.Split_type(MPI.COMM_TYPE_SHARED)))
-        yield MPIGroup(comm)
+        yield Group(comm)
     except Interrupted:  # raised by all workers at the same step
         comm.Barrier()
         raise

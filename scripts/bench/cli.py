@@ -16,12 +16,12 @@ from gluon_mgpu.support.params import FOLDER
     + "\n".join(f"{name:12s} {grid.about}" for name, grid in grids.GRIDS.items()),
 )
 @click.argument("grid", type=click.Choice([*grids.GRIDS]))
-@common.option("--rounds", type=click.IntRange(1), default=3, help="Measurements of each point.")
+@common.option("--rounds", type=click.IntRange(1), default=10, help="Turns of each point.")
 @common.option(
     "--steps",
     type=click.IntRange(1),
-    default=60,
-    help="Steps of LeNet with 256 examples in each measurement; fewer with ResNet-18 or larger batches.",
+    default=20,
+    help="Steps of LeNet with 256 examples in each turn; fewer with ResNet-18 or larger batches.",
 )
 @common.option(
     "--only",
@@ -36,7 +36,7 @@ from gluon_mgpu.support.params import FOLDER
     help="Write GRID.json and the picture GRID.png to this folder.",
 )
 def bench(grid: str, rounds: int, steps: int, only: tuple[str, ...], out: str | None) -> None:
-    result = grids.run(grid, rounds, steps, only)
+    result = grids.measure_grid(grid, rounds, steps, only)
     click.echo(grids.table(result))
     if out is not None:
         grids.write(out, result)

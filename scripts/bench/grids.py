@@ -9,12 +9,16 @@ import importlib.util
 import json
 import os
 import platform
+import queue
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO, NamedTuple
@@ -35,7 +39,7 @@ SETTINGS = ("OMP_", "GOMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "TORCH", "PY
 INSTRUCTION_SETS = {"avx2": "avx2", "avx512f": "avx512", "amx_tile": "amx"}  # {flag in /proc/cpuinfo: name}
 PACKAGES = ("mxnet", "mxnet-cu112", "numpy", "torch")
 COLORS = {"notebook": "0.6", "PyTorch": "tab:orange"}  # the other implementations are blue
-SECONDS = 900  # time limit of a measurement
+SECONDS = 900  # time limit of a turn; the first one includes imports and torch.compile
 
 
 class Point(NamedTuple):
@@ -63,10 +67,11 @@ class Grid(NamedTuple):
     about: str
     points: list[Point]
     by: tuple[str, ...] = ("model", "batch_size")  # points with the same values of these fields share a table
-    compare: tuple[str, ...] = ()  # points, as text, to whose speed that of the others is compared; default: the first
+    baselines: tuple[str, ...] = ()  # points, as text, with whose speed others are compared; default: the first
 
 
 Rounds = dict[str, list]  # {what was measured: one value per round}
+Turn = Callable[[], dict[str, Any]]  # lets a point's processes measure once; returns {what: value}
 
 
 def _peers() -> Iterator[Point]:
@@ -91,7 +96,7 @@ GRIDS = {
     "peers": Grid(
         "this project, the notebook's code and PyTorch",
         [*_peers()],
-        compare=("PyTorch, 2 workers", "fastest PyTorch", "notebook, 2 contexts"),
+        baselines=("PyTorch, 2 workers", "fastest PyTorch", "notebook, 2 contexts"),
     ),
     "scaling": Grid(
         "1 to 8 contexts, with the same batch and with the same shards",
@@ -121,7 +126,7 @@ GRIDS = {
             for size in (16, 64, 256, 512, 1024, 4096)
             for impl in ("highlevel", "PyTorch")
         ],
-        compare=("PyTorch",),
+        baselines=("PyTorch",),
     ),
 }
 
@@ -129,12 +134,12 @@ GRIDS = {
 # Measuring
 
 
-def run(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
+def measure_grid(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measure a grid's points. Returns the input of `table`, `draw` and `write`.
 
-    Each round measures every point once, so results of the same round can be compared even if the machine's speed
-    changes. steps: per measurement of LeNet with 256 examples. only: measure points whose names contain one of these
-    texts, such as "LeNet: scratch". Prints a line for each measurement on standard error.
+    Each point has its own processes. Those of a table take turns, so that results of the same round can be compared
+    even if the machine's speed changes. steps: per turn, of LeNet with 256 examples. only: measure points whose names
+    contain one of these texts, such as "LeNet: scratch". Prints a line for each turn on standard error.
     Raises UsageError if there is no such point, Error if something is missing or fails.
     """
     points = [point for point in GRIDS[grid].points if not only or any(text in title(point) for text in only)]
@@ -143,37 +148,67 @@ def run(grid: str, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[st
         raise UsageError("only", only[0], f"must be part of the name of a point: {names}")
     if any(point.is_torch for point in points) and importlib.util.find_spec("torch") is None:
         raise Error("PyTorch is not installed: run `make torch`")
-    results: list[Rounds] = [{} for _ in points]
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds):
-            for point, result in zip(points, results):
-                measured = measure(point, steps, folder)
-                for what, value in measured.items():
-                    result.setdefault(what, []).append(value)
-                log.say(f"{title(point)}: {measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})", "")
-    runs = [{**point._asdict(), **result} for point, result in zip(points, results)]
-    return {"grid": grid, "rounds": rounds, "machine": machine(), "runs": runs}
+    results: dict[Point, Rounds] = {point: {} for point in points}
+    for _, of_table in groupby(points, key=attrgetter(*GRIDS[grid].by)):
+        with ExitStack() as stack:
+            turns = {point: stack.enter_context(taking_turns(point, steps)) for point in of_table}
+            for number in range(rounds):
+                for point, turn in turns.items():
+                    measured = turn()
+                    for what, value in measured.items():
+                        results[point].setdefault(what, []).append(value)
+                    about = f"{measured['step_ms']:.1f} ms per step (round {number + 1} of {rounds})"
+                    log.say(f"{title(point)}: {about}", "")
+    of_points = [{**point._asdict(), **result} for point, result in results.items()]
+    return {"grid": grid, "rounds": rounds, "machine": machine(), "points": of_points}
 
 
 def title(point: Point) -> str:
     return f"{TITLE[point.model]}: {point}, batch {point.batch_size}"
 
 
-def measure(point: Point, steps: int, folder: str) -> dict[str, Any]:
-    """Measure a point in its own process. Returns {what: value}. folder: for the files of torch.compile.
+@contextmanager
+def taking_turns(point: Point, steps: int) -> Iterator[Turn]:
+    """Run a point's processes until the end of the context. Between turns, they wait for a byte in a named pipe.
 
-    Raises the Error or UsageError that the process raised, or Error if it fails in another way.
+    A turn raises the Error or UsageError that the processes raised, or Error if they fail in another way.
     """
-    launcher = [_mpiexec(), "-n", str(point.workers)] if point.workers > 1 and not point.is_torch else []
-    command = [*launcher, sys.executable, "-m", "bench", json.dumps(point), str(steps)]
-    finished = subprocesses.run(command, env=environment(point, folder), seconds=SECONDS)
-    stuck = "stock MXNet can hang on several contexts" if point.impl == "notebook" else "use fewer steps"
-    subprocesses.raise_for_status(str(point), finished, stuck)
-    last = finished.out.strip().rpartition("\n")[2]
-    try:
-        return json.loads(last)
-    except ValueError:
-        raise Error(f"{point} failed: its last line of output is not a result: {last!r}") from None
+    results: queue.Queue[dict[str, Any] | subprocesses.Finished] = queue.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(pipe := os.path.join(folder, "turns"))
+        writer = os.open(pipe, os.O_RDWR)  # the processes end if it is closed, also by the end of this process
+        launcher = [_mpiexec(), "-n", str(point.workers)] if point.workers > 1 and not point.is_torch else []
+        command = [*launcher, sys.executable, "-m", "bench", json.dumps(point), str(steps), pipe]
+        env = environment(point, folder)
+
+        def read(line: str) -> None:
+            with suppress(ValueError):  # something else that a library prints
+                results.put(dict(json.loads(line)))
+
+        thread = threading.Thread(target=lambda: results.put(subprocesses.run(command, env=env, on_line=read)))
+
+        def turn() -> dict[str, Any]:
+            os.write(writer, bytes(point.workers))
+            if thread.ident is None:
+                thread.start()
+            try:
+                result = results.get(timeout=SECONDS)
+            except queue.Empty:
+                advice = "stock MXNet can hang on several contexts" if point.impl == "notebook" else "use fewer steps"
+                raise Error(f"{point} did not finish in time: {advice}") from None
+            if isinstance(result, subprocesses.Finished):
+                subprocesses.raise_for_status(str(point), result)
+                raise Error(f"{point} failed: it ended without a result")
+            return result
+
+        try:
+            yield turn
+        finally:
+            os.close(writer)
+            os.unlink(pipe)  # a process that opens it only now fails, instead of waiting for a writer
+            subprocesses.kill_running()
+            if thread.ident is not None:
+                thread.join()
 
 
 def environment(point: Point, folder: str) -> dict[str, str]:
@@ -206,19 +241,19 @@ def _mpiexec() -> str:
 
 
 def ratios(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> list[float]:
-    """For each round, the examples per second of `fast`, divided by those of `slow`. Both: entries of "runs"."""
+    """For each round, the examples per second of `fast`, divided by those of `slow`. Both: entries of "points"."""
     grown = fast["batch_size"] / slow["batch_size"]
     return [grown * a / b for a, b in zip(slow["step_ms"], fast["step_ms"])]
 
 
 def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The runs of each table of a grid, {title: {name: run}}."""
+    """The points of each table of a grid, {title: {name: point}}."""
     by, found = GRIDS[result["grid"]].by, dict[str, dict[str, dict[str, Any]]]()
-    for run in result["runs"]:
-        parts = {"model": TITLE[run["model"]], "impl": run["impl"], "batch_size": f"batch {run['batch_size']}"}
-        name = str(Point(*(run[field] for field in Point._fields)))
+    for point in result["points"]:
+        parts = {"model": TITLE[point["model"]], "impl": point["impl"], "batch_size": f"batch {point['batch_size']}"}
+        name = str(Point(*(point[field] for field in Point._fields)))
         name += "" if "batch_size" in by else f", {parts['batch_size']}"
-        found.setdefault(", ".join(parts[field] for field in by), {})[name] = run
+        found.setdefault(", ".join(parts[field] for field in by), {})[name] = point
     return found
 
 
@@ -231,38 +266,38 @@ def spread(values: Sequence[float], digits: int) -> str:
 def table(result: Mapping[str, Any]) -> str:
     """Format the results. Speeds are compared in each round; the columns without a range are medians."""
     lines = [f"{GRIDS[result['grid']].about}; medians of {result['rounds']} rounds (min-max)", result["machine"]]
-    for title, runs in panels(result).items():
-        torch = {name: run for name, run in runs.items() if run["impl"].startswith("PyTorch")}
-        fastest = min(torch.values(), key=lambda run: median(run["step_ms"]), default=None)
-        compare = GRIDS[result["grid"]].compare or (next(iter(runs)),)
-        bases = {name: fastest if name == "fastest PyTorch" else runs.get(name) for name in compare}
+    for title, points in panels(result).items():
+        torch = {name: point for name, point in points.items() if point["impl"].startswith("PyTorch")}
+        fastest = min(torch.values(), key=lambda point: median(point["step_ms"]), default=None)
+        baselines = GRIDS[result["grid"]].baselines or (next(iter(points)),)
+        bases = {name: fastest if name == "fastest PyTorch" else points.get(name) for name in baselines}
         found = {f"x {name}": base for name, base in bases.items() if base}
-        others = [
-            *dict.fromkeys(what for run in runs.values() for what in run if what not in (*Point._fields, "step_ms"))
-        ]
+        measured = dict.fromkeys(what for point in points.values() for what in point)
+        others = [what for what in measured if what not in (*Point._fields, "step_ms")]
         rows = [[title, "ms/step", "examples/s", *found, *others]]
-        for name, run in runs.items():
-            rate = f"{1000 * run['batch_size'] / median(run['step_ms']):.0f}"
-            values = [f"{median(run[what]):.5g}" if what in run and None not in run[what] else "" for what in others]
-            rows.append([name, spread(run["step_ms"], 2), rate, *(spread(ratios(b, run), 2) for b in found.values())])
-            rows[-1] += values
+        for name, point in points.items():
+            rate = f"{1000 * point['batch_size'] / median(point['step_ms']):.0f}"
+            compared = [spread(ratios(base, point), 2) for base in found.values()]
+            rounds = [point.get(what, [None]) for what in others]
+            medians = ["" if None in values else f"{median(values):.5g}" for values in rounds]
+            rows.append([name, spread(point["step_ms"], 2), rate, *compared, *medians])
         lines += ["", *log.table(rows)]
     return "\n".join(lines)
 
 
 def draw(result: Mapping[str, Any], file: BinaryIO) -> None:
-    """Draw the examples per second of each run as PNG, with one panel per table. Lines: from minimum to maximum."""
+    """Draw the examples per second of each point as PNG, with one panel per table. Lines: from minimum to maximum."""
     from matplotlib.figure import Figure
 
-    heights = [len(runs) for runs in panels(result).values()]
+    heights = [len(points) for points in panels(result).values()]
     figure = Figure(figsize=(8, 0.9 * len(heights) + 0.42 * sum(heights)), layout="constrained")
     grid = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (title, runs) in zip(grid, panels(result).items()):
-        rates = [[1000 * run["batch_size"] / ms for ms in run["step_ms"]] for run in runs.values()]
+    for axes, (title, points) in zip(grid, panels(result).items()):
+        rates = [[1000 * point["batch_size"] / ms for ms in point["step_ms"]] for point in points.values()]
         middle = [median(rate) for rate in rates]
         ranges = [[m - min(rate) for m, rate in zip(middle, rates)], [max(rate) - m for m, rate in zip(middle, rates)]]
-        colors = [COLORS.get(run["impl"].split(",")[0], "tab:blue") for run in runs.values()]
-        bars = axes.barh([*runs], middle, xerr=ranges, color=colors)
+        colors = [COLORS.get(point["impl"].split(",")[0], "tab:blue") for point in points.values()]
+        bars = axes.barh([*points], middle, xerr=ranges, color=colors)
         axes.bar_label(bars, [f"{rate:.0f}" for rate in middle], padding=5)
         axes.invert_yaxis()
         axes.margins(x=0.12)

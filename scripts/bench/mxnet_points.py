@@ -6,7 +6,7 @@ What imports mxnet is imported inside functions, after the settings of the point
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,19 @@ RECORDED_STEPS, RECORDED_WARM_UP = 20, 5
 Step = Callable[[Any, Any, float], Any]  # a training step: takes X, y and lr, returns the losses of each shard
 
 
-def measure(point: Point, steps: int) -> dict[str, Any] | None:
-    """Measure a point in this process, or as one of its workers; only the first returns a result."""
-    if point.workers > 1:
-        return _worker(point, steps)
+def measure(point: Point, steps: int, pipe: str) -> None:
+    """Measure a point in this process, or as one of its workers, at each turn."""
+    if point.workers == 1:
+        timing.take_turns(pipe, results(point, steps))
+        return
+    from gluon_mgpu.training import workers
+
+    with workers.join("mpi") as group:
+        timing.take_turns(pipe, _of_worker(group, point, steps))
+
+
+def results(point: Point, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the results of a point that has one worker."""
     if point.impl == "notebook":
         startup.use_stock_settings()
         return timing.steps_of(trainer(_notebook(point), point), point, steps)
@@ -34,15 +43,14 @@ def measure(point: Point, steps: int) -> dict[str, Any] | None:
         return _calls(point, steps)
     if point.impl in WAYS:
         train = trainer(_partitioned(point), point)
-        return {**timing.steps_of(train, point, steps), **_idle(train, point)}
+        return ({**measured, **_idle(train, point)} for measured in timing.steps_of(train, point, steps))
     return timing.steps_of(trainer(create(point).step, point), point, steps)
 
 
 def create(point: Point) -> Any:
     """Create a lesson's model on its devices, with the parameters of `timing.initial`."""
     from gluon_mgpu.training.config import Config
-    from gluon_mgpu.training.model import read_arrays
-    from gluon_mgpu.training.models import create_model
+    from gluon_mgpu.training.models import create_model, read_arrays
 
     config = Config(batch_size=point.batch_size, model=point.model, tune=point.impl == TUNED)
     ctx = devices.contexts(point.contexts, point.device or "cpu")
@@ -80,19 +88,17 @@ def trainer(step: Step, point: Point, part: Any = None, barrier: Callable[[], An
     return train
 
 
-def _worker(point: Point, steps: int) -> dict[str, Any] | None:
-    from gluon_mgpu.training import workers
+def _of_worker(group: Any, point: Point, steps: int) -> Iterator[dict[str, Any] | None]:
+    """Yield the results of all workers together in the first one, and None in the others."""
+    startup.configure(point.contexts)
+    from gluon_mgpu.training.step import assemble
 
-    with workers.join("mpi") as group:
-        startup.configure(point.contexts)
-        from gluon_mgpu.training.step import assemble
-
-        step = assemble(create(point), group)
-        train = trainer(step, point, lambda n: group.local_indices(n, point.contexts), lambda: group.total(0))
-        measured = timing.steps_of(train, point, steps)
+    step = assemble(create(point), group)
+    train = trainer(step, point, lambda n: group.local_indices(n, point.contexts), lambda: group.total(0))
+    for measured in timing.steps_of(train, point, steps):
         measured["peak MB"] = group.total(measured["peak MB"])
         measured["loss"] = group.total(measured["loss"]) / group.size
-        return measured if group.rank == 0 else None
+        yield measured if group.rank == 0 else None
 
 
 def _notebook(point: Point) -> Step:
@@ -138,7 +144,7 @@ def _idle(train: Train, point: Point) -> dict[str, float]:
     return {f"% idle, {i}": 100 * (1 - timeline.busy(spans, i, point.contexts)) for i in range(point.contexts)}
 
 
-def _calls(point: Point, steps: int) -> dict[str, Any]:
+def _calls(point: Point, steps: int) -> Iterator[dict[str, float]]:
     model = create(point)
     from mxnet import nd
 

@@ -5,12 +5,11 @@ A point with several workers is DistributedDataParallel over gloo.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,29 +104,34 @@ def trainer(rank: int, point: Point) -> Train:
     return train
 
 
-def _worker(rank: int, folder: str, steps: int, point: Point) -> None:
-    """Measure in worker number `rank`, and write the result to a file."""
+def _worker(rank: int, folder: str, point: Point, steps: int, pipe: str) -> None:
+    """Measure in worker number `rank`. The workers meet in `folder`."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=point.workers)
-    measured = timing.steps_of(trainer(rank, point), point, steps)
-    Path(folder, f"{rank}.json").write_text(json.dumps(measured))
-    dist.barrier()
+    timing.take_turns(pipe, _of_worker(rank, point, steps))
     os._exit(0)  # destroy_process_group and Python's exit can hang or abort in gloo's threads
 
 
-def measure(point: Point, steps: int) -> dict[str, Any] | None:
-    """Measure in all workers of a point. Returns the longest time, the mean loss and the total memory."""
-    if point.device:
-        return _calls(point, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, (folder, steps, point), point.workers)
-        by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(point.workers)]
-    if "torch.compile" in point.impl and not any(Path(tempfile.gettempdir()).rglob("*.so")):
-        raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
+def _of_worker(rank: int, point: Point, steps: int) -> Iterator[dict[str, Any] | None]:
+    """Yield the longest time, mean loss and total memory of all workers in the first one, and None in the others."""
     together: dict[str, Callable[[list[float]], Any]] = {"step_ms": max, "loss": np.mean, "peak MB": sum}
-    return {what: join([of_rank[what] for of_rank in by_rank]) for what, join in together.items()}
+    for measured in timing.steps_of(trainer(rank, point), point, steps):
+        by_rank: list[Any] = [None] * point.workers
+        dist.all_gather_object(by_rank, measured)
+        if "torch.compile" in point.impl and not any(Path(tempfile.gettempdir()).rglob("*.so")):
+            raise RuntimeError("torch.compile did not compile the network; try a different version of PyTorch")
+        yield {what: join([of[what] for of in by_rank]) for what, join in together.items()} if rank == 0 else None
 
 
-def _calls(point: Point, steps: int) -> dict[str, Any]:
+def measure(point: Point, steps: int, pipe: str) -> None:
+    """Measure a point in processes of its own, at each turn."""
+    if point.device:
+        timing.take_turns(pipe, _calls(point, steps))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, (folder, point, steps, pipe), point.workers)
+
+
+def _calls(point: Point, steps: int) -> Iterator[dict[str, float]]:
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = False, True
     is_gpu = point.device == "gpu"
     device = torch.device("cuda" if is_gpu else "cpu")

@@ -1,7 +1,7 @@
 """Checks that this project reproduces the accuracies and values in the notebooks and the lecture.
 
-`run` calls all checks: `examples` (printed values), `drift` (training steps) and `bands` (accuracies). docs/parity.md
-explains the criteria.
+`checks` calls `examples` (printed values), `drift` (training steps) and `bands` (accuracies). docs/parity.md explains
+the criteria.
 """
 
 from __future__ import annotations

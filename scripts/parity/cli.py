@@ -26,9 +26,9 @@ def parity(context: click.Context, quick: bool, seeds: int | None, device: str, 
     """Compare this project's accuracies and printed values with the notebooks'. If a claim fails, the exit status is 1,
     and the first line of the output names it. Otherwise, the exit status is 0."""
     startup.configure(4)  # before mxnet is imported; the largest recipe uses 4 contexts
-    from parity import run as comparison
+    from parity import checks
 
-    recipes = comparison.QUICK if quick else comparison.RECORDED
-    findings = comparison.run(out, recipes, seeds or (1 if quick else 3), device, data_dir)
-    click.echo(comparison.text(findings))
+    recipes = checks.QUICK if quick else checks.RECORDED
+    findings = checks.check_all(out, recipes, seeds or (1 if quick else 3), device, data_dir)
+    click.echo(checks.text(findings))
     context.exit(0 if all(finding.holds for finding in findings) else 1)

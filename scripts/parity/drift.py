@@ -19,8 +19,7 @@ from gluon_mgpu.data.batches import batches
 from gluon_mgpu.data.datasets import Dataset
 from gluon_mgpu.support import log
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import LENET_NAMES, read_arrays
-from gluon_mgpu.training.models import Model, create_model
+from gluon_mgpu.training.models import LENET_NAMES, Model, create_model, read_arrays
 from parity import Finding, notebook
 from parity.recipes import RECIPES
 
@@ -37,7 +36,7 @@ POSITIONS = 26 * 26  # terms per example in LeNet's longest sums: the gradients 
 # gradients point in many directions.
 RELU_FLIP = BATCH_SIZE**-0.5
 
-State = dict[str, np.ndarray]
+Parameters = dict[str, np.ndarray]
 
 
 class Notebook:
@@ -46,8 +45,8 @@ class Notebook:
     def __init__(self, ctx: list[Context], dtype: str = "float32") -> None:
         self.ctx, self.dtype = ctx, dtype
 
-    def load(self, state: State) -> None:
-        params = [nd.array(_transposed(state[name]), dtype=self.dtype) for name in LENET_NAMES]
+    def load(self, parameters: Parameters) -> None:
+        params = [nd.array(_transposed(parameters[name]), dtype=self.dtype) for name in LENET_NAMES]
         self.gpu_params = [notebook.get_params(params, c) for c in self.ctx]
 
     def step(self, X: NDArray, y: NDArray, lr: float) -> None:
@@ -96,12 +95,12 @@ def check(ctx: list[Context], data: Dataset, steps: int) -> Iterator[Finding]:
         yield Finding(CHECK, claim, bool(median <= limit and largest <= RELU_FLIP), figures)
 
 
-def length(state: State) -> float:
+def length(parameters: Parameters) -> float:
     """The Euclidean norm over all parameters."""
-    return float(np.linalg.norm(np.concatenate([array.ravel() for array in state.values()]).astype(np.float64)))
+    return float(np.linalg.norm(np.concatenate([array.ravel() for array in parameters.values()]).astype(np.float64)))
 
 
-def distance(a: State, b: State) -> float:
+def distance(a: Parameters, b: Parameters) -> float:
     """The Euclidean distance over all parameters."""
     return length({name: a[name].astype(np.float64) - b[name] for name in a})
 

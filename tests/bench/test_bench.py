@@ -7,6 +7,7 @@ import importlib.util
 import io
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from gluon_mgpu import highlevel
 from gluon_mgpu.compat import startup
 from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error, UsageError
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 
 TORCH = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="make torch installs PyTorch")
 
@@ -35,15 +36,18 @@ SLOW += [pytest.param(point("PyTorch, channels_last", 2), marks=[pytest.mark.slo
 
 
 @pytest.mark.parametrize("subject", [point("scratch"), *SLOW], ids=str)
-def test_every_implementation_is_measured_on_the_same_training(subject, tmp_path):
-    one = mxnet_points.measure(Point("scratch", "lenet", 32, 1), steps=1)
-    other = grids.measure(subject, 1, str(tmp_path))
+def test_every_implementation_is_measured_on_the_same_training(subject):
+    one = next(mxnet_points.results(Point("scratch", "lenet", 32, 1), steps=1))
+    with grids.taking_turns(subject, 1) as turn:
+        other = turn()
+        assert turn()["loss"] == other["loss"]
     assert other["loss"] == pytest.approx(one["loss"], rel=additions(32) * EPSILON) and other["step_ms"] > 0.1
 
 
 @pytest.mark.slow
-def test_the_notebooks_code_is_measured_with_mxnets_own_settings(tmp_path):
-    assert grids.measure(point("notebook"), 1, str(tmp_path))["step_ms"] > 0.1
+def test_the_notebooks_code_is_measured_with_mxnets_own_settings():
+    with grids.taking_turns(point("notebook"), 1) as turn:
+        assert turn()["step_ms"] > 0.1
     with pytest.raises(Error):  # here, mxnet is imported already
         startup.use_stock_settings()
 
@@ -51,8 +55,13 @@ def test_the_notebooks_code_is_measured_with_mxnets_own_settings(tmp_path):
 def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(monkeypatch):
     times = zip(grids.GRIDS["partition"].points, [[60, 30], [20, 5], *[[9, 9]] * 3])
     found = {point: iter(ms) for point, ms in times}
-    monkeypatch.setattr(grids, "measure", lambda point, steps, folder: {"step_ms": next(found[point]), "loss": None})
-    result = grids.run("partition", rounds=2, steps=1)
+
+    @contextmanager
+    def taking_turns(point, steps):
+        yield lambda: {"step_ms": next(found[point]), "loss": None}
+
+    monkeypatch.setattr(grids, "taking_turns", taking_turns)
+    result = grids.measure_grid("partition", rounds=2, steps=1)
     row = grids.table(result).splitlines()[5]
     assert [*filter(None, map(str.strip, row.split("  ")))] == [
         *("network partitioning, 2 contexts", "12.50 (5.00-20.00)", "20480", "4.50 (3.00-6.00)")
@@ -60,16 +69,16 @@ def test_tables_and_pictures_compare_the_examples_per_second_of_the_same_round(m
     grids.draw(result, file := io.BytesIO())
     assert file.getvalue().startswith(b"\x89PNG")
     found[Point("data parallelism", contexts=1)] = iter([4])
-    [only] = grids.run("partition", 1, 1, only=["data parallelism, 1 thread"])["runs"]
+    [only] = grids.measure_grid("partition", 1, 1, only=["data parallelism, 1 thread"])["points"]
     assert only["step_ms"] == [4]
     with pytest.raises(UsageError):
-        grids.run("partition", 1, 1, only=["nothing"])
+        grids.measure_grid("partition", 1, 1, only=["nothing"])
     half = {"batch_size": 128, "step_ms": [60, 30]}
     assert grids.ratios({**half, "batch_size": 256}, half) == [0.5, 0.5]
 
 
 def test_the_time_until_a_call_returns_excludes_the_wait():
-    times = timing.calls_of(lambda: None, lambda: time.sleep(0.05), 4)
+    times = next(timing.calls_of(lambda: None, lambda: time.sleep(0.05), 4))
     assert times["returns ms"] < times["done ms"] >= 50 and 50 / 4 <= times["step_ms"] < times["done ms"]
 
 

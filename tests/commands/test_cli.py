@@ -109,7 +109,7 @@ def test_debug_after_a_program_is_the_programs(capsys, words, shown):
 ENDED = """
 import os, signal, time
 import click
-from gluon_mgpu.__main__ import run
+from gluon_mgpu.__main__ import run_command
 from gluon_mgpu.commands import common
 
 @click.command(cls=common.Command)
@@ -117,7 +117,7 @@ def ended():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(10)
 
-run("__main__", "ended")
+run_command("__main__", "ended")
 """
 
 

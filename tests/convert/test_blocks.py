@@ -159,6 +159,17 @@ def test_a_first_time_step_that_differs_stays_before_the_loop(tmp_path):
 
 @needs("pytorch")
 @pytest.mark.slow
+def test_a_last_time_step_that_differs_stays_after_the_loop(tmp_path):
+    """Nothing needs the last state of a cell with zoneout."""
+    cell = rnn.ZoneoutCell(rnn.GRUCell(4, prefix="gru_"), zoneout_outputs=0.2, zoneout_states=0.2)
+    outputs, _ = cell.unroll(6, X, layout="NTC", merge_outputs=True)
+    given = convert.from_files(*files(tmp_path, outputs, data=(2, 6, 5)), (6, 5))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    assert (tmp_path / "net.py").read_text().count("self.h2h(") == 2
+
+
+@needs("pytorch")
+@pytest.mark.slow
 def test_layers_that_differ_at_each_time_step_are_not_one_layer_of_a_loop(tmp_path):
     weight = s.var("x2h_weight")
     steps = s.split(X, 6, axis=1, squeeze_axis=True)

@@ -3,11 +3,10 @@
 import mxnet as mx
 import pytest
 from mxnet.gluon import Trainer
-from parity import bands, drift, examples, recipes
-from parity import run as whole
+from parity import bands, checks, drift, examples, recipes
+from parity.checks import RECORDED
 from parity.cli import parity
 from parity.recipes import RECIPES
-from parity.run import RECORDED
 from runs import call
 
 from gluon_mgpu import highlevel, scratch
@@ -88,7 +87,7 @@ def test_the_command_trains_each_run_once_and_names_the_claims_that_fail(tmp_pat
         """(exit status, standard output, {path: time} of the runs named small) with these recipes."""
         for name, recipe in added.items():
             monkeypatch.setitem(RECIPES, name, recipes.Recipe("a test", *recipe))
-        monkeypatch.setattr(whole, "QUICK", (*added,))
+        monkeypatch.setattr(checks, "QUICK", (*added,))
         status, out, _ = call(capsys, parity, "--quick", "--seeds", 2, "--device", "cpu", "--out", tmp_path)
         return status, out, {path: path.stat().st_mtime_ns for path in tmp_path.rglob("small/**/*")}
 

@@ -232,4 +232,4 @@ def test_a_lesson_called_like_the_package_keeps_its_name(tmp_path, monkeypatch):
     (tmp_path / "gluon_mgpu.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     assert lessons.name_of(lessons.load("gluon_mgpu.py")) == "gluon_mgpu.py"
-    assert os.path.samefile(lessons.describe(lessons.load("gluon_mgpu.py")).recorded, "gluon_mgpu.py")
+    assert os.path.samefile(lessons.describe(lessons.load("gluon_mgpu.py")).full_name, "gluon_mgpu.py")

@@ -21,7 +21,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import checkpoint, lessons, loop
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, opened
-from gluon_mgpu.training.model import LENET_NAMES
+from gluon_mgpu.training.models import LENET_NAMES
 from gluon_mgpu.training.record import Epoch, exists, read
 from gluon_mgpu.training.workers import Group
 
@@ -394,6 +394,7 @@ def reconfigure(folder, **changed):
     [
         lambda folder: os.truncate(folder / "checkpoint.npz", 100),
         lambda folder: resave(folder, format=99),  # from a later version
+        lambda folder: resave(folder, config={"devices": ["cpu(0)"], "workers": 1}),  # from one of the first versions
         lambda folder: resave(folder, history=[{}]),
         lambda folder: resave(folder, history=[dict.fromkeys(Epoch._fields, "\x1b[31m")]),
         lambda folder: resave(folder, steps="3"),
@@ -403,7 +404,7 @@ def reconfigure(folder, **changed):
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated version history text steps device limit shares shape W9".split(),
+    ids="truncated later first history text steps device limit shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)

@@ -15,7 +15,7 @@ from small_networks import softmax_regression
 from gluon_mgpu import evaluate, highlevel, scratch, train
 from gluon_mgpu.training import lessons, models, registry
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.model import read_arrays
+from gluon_mgpu.training.models import read_arrays
 from gluon_mgpu.training.record import read
 from gluon_mgpu.training.step import assemble
 from gluon_mgpu.training.workers import Group

@@ -36,7 +36,7 @@ from gluon_mgpu.training import checkpoint, lessons, loop, registry
 from gluon_mgpu.training.config import Config
 from gluon_mgpu.training.folder import FILES, Folder
 from gluon_mgpu.training.losses import Pending
-from gluon_mgpu.training.model import LENET_NAMES
+from gluon_mgpu.training.models import LENET_NAMES
 from gluon_mgpu.training.record import Epoch
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")

@@ -28,7 +28,7 @@ RECORDED = tuple(name for name, recipe in RECIPES.items() if recipe.test_accurac
 QUICK = ("scratch-lenet-fashion-mnist-2gpu", "gluon-lenet-mnist-4gpu")
 
 
-def run(
+def check_all(
     out: str | Path, recipes: Sequence[str], seeds: int, device: str = "auto", data_dir: str | Path | None = None
 ) -> list[Finding]:
     """Run all checks.
