@@ -75,7 +75,8 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     to: "gluon" (PREFIX-symbol.json, PREFIX-0000.params), "pytorch" (PREFIX.py, PREFIX.safetensors) or "onnx"
     (PREFIX.onnx). The files are loaded back, and their scores are compared with MXNet's scores, before any file is
     moved into place. tolerance: the largest relative error (`Exported.relative_error`). A larger one is accepted if
-    the file's scores are at most SPREAD times as far from MXNet's in float64 as MXNet's in float32, which are within 1%.
+    the file's scores are at most SPREAD times as far from MXNet's in float64 as MXNet's in float32, which are within
+    1%.
 
     Raises UsageError in the same cases as `check_prefix`, or if layers cannot be converted; Error if the scores differ
     by more than the tolerance, or if the files cannot be written. On failure, no files are left behind.

@@ -187,6 +187,14 @@ def test_a_network_that_would_train_differently_is_refused_and_the_parameter_nam
     assert (tmp_path / "net.py").exists()
 
 
+@needs("pytorch")
+@pytest.mark.slow
+def test_selu_is_converted_although_mxnets_gradient_is_wrong(tmp_path):
+    x = s.LeakyReLU(dense(X, "fc"), act_type="selu")
+    convert.save(convert.from_files(*files(tmp_path, dense(x, "out")), (6,)), "pytorch", str(tmp_path / "net"))
+    assert (tmp_path / "net.py").exists()
+
+
 def detector():
     """Anchors, which MXNet computes only in float32, with predicted offsets, beside the scores of classes."""
     x = s.reshape(dense(X, "fc"), (-1, 1, 2, 3))
