@@ -46,7 +46,7 @@ def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("floa
     """
     network, inputs, folder = _without_noise(network), _inputs(network), Path(f"{base}.gradients")
     training = all(X.shape[network.batch_axes.get(name, 0)] > 1 for name, X in zip(network.inputs, inputs) if X.ndim)
-    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_deep, network.graph.nodes)):
+    if sum(array.size for array in network.params.values()) > LARGEST or any(map(_is_imprecise, network.graph.nodes)):
         dtypes = dtypes[-1:]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -149,15 +149,17 @@ def _measured(file: Path, parts: list[tuple[int, Path]]) -> _Measured:
     return _Measured(float(np.linalg.norm(gradient - expected)), max(norms), expected.size)
 
 
-def _is_deep(node: GraphNode) -> bool:
-    """Whether a node has several recurrent layers. MXNet 1.9.1's float64 gradients of these were seen to be wrong."""
-    return node.op == "RNN" and node.value("num_layers") > 1
+def _is_imprecise(node: GraphNode) -> bool:
+    """Whether MXNet 1.9.1's float64 gradients can be wrong (those of several recurrent layers), or are no more precise
+    than float32 (those of BilinearResize2D)."""
+    return node.op == "_contrib_BilinearResize2D" or node.op == "RNN" and node.value("num_layers") > 1
 
 
 def _without_noise(network: Exported) -> Exported:
     """The network without dropout, and with the mean slope of random slopes.
 
-    PReLU becomes several steps, because after some layers, MXNet 1.9.1 multiplies its gradient by the slope.
+    PReLU becomes several steps, because MXNet 1.9.1 often multiplies its gradient by the slope. SELU
+    becomes an ELU, because its gradient is wrong below 0.
     """
     shapes = network.shapes(X.shape for X in network.samples[0].inputs)
 
@@ -174,6 +176,9 @@ def _without_noise(network: Exported) -> Exported:
         elif node.op == "LeakyReLU" and kind == "rrelu":
             slope = (node.value("lower_bound") + node.value("upper_bound")) / 2
             add(GraphNode("LeakyReLU", name, {"act_type": "leaky", "slope": repr(slope)}, given))
+        elif node.op == "LeakyReLU" and kind == "selu":
+            y = add(GraphNode("LeakyReLU", f"{name} elu", {"act_type": "elu", "slope": "1.6732632423543772"}, given))
+            add(GraphNode("_mul_scalar", name, {"scalar": "1.0507009873554805"}, [y]))
         elif node.op in ("Dropout", "RNN"):
             add(replace(node, attrs={**node.attrs, "p": "0"}))
 

@@ -253,9 +253,9 @@ def group_norm(node: Node, x: str, *weights: str) -> str:
     # MXNet has one weight per group; PyTorch has one per channel. So each group becomes one channel.
     rows = f"{x}.unflatten(1, ({groups}, -1))"
     if weights:
-        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.flatten(1, 2)"
+        return f"{call('F.group_norm', rows, groups, *weights, eps=node['eps'])}.reshape_as({x})"
     layer = node.create(call("nn.GroupNorm", groups, groups, eps=node["eps"]), "weight", "bias")
-    return f"{layer}({rows}).flatten(1, 2)"
+    return f"{layer}({rows}).reshape_as({x})"  # after flatten, PyTorch's exporter takes the batch size for a constant
 
 
 def embedding(node: Node, x: str, *weights: str) -> str:
@@ -277,7 +277,7 @@ def leaky_relu(node: Node, x: str, *slopes: str) -> str:
         del node.outputs[1:]  # the slopes
         return call("F.rrelu", x, node["lower_bound"], node["upper_bound"], "self.training")
     if kind == "leaky":
-        return call("F.leaky_relu", x, negative_slope=slope)
+        return call("F.leaky_relu", x, negative_slope=slope) if slope else call("torch.relu", x)
     return call(f"F.{kind}", x, alpha=slope if kind == "elu" else None)
 
 
@@ -424,6 +424,8 @@ def pad(node: Node, x: str) -> str:
     node.read.add("pad_width")
     # two widths per axis; F.pad expects the last axis first
     widths = tuple(w for i in range(len(widths) - 2, 3 if mode else -1, -2) for w in widths[i : i + 2])
+    while not mode and widths and not any(widths[-2:]):
+        widths = widths[:-2]
     if not any(widths):
         return x
     return call("F.pad", x, widths, mode=mode, value=_unless(0.0, node["constant_value"]))
@@ -806,7 +808,8 @@ REDUCTIONS = {
     **{"norm": "linalg.vector_norm", "all": "all", "any": "any"},
 }
 FLATTEN = "{0}.flatten(1)"
-RESHAPES = (FLATTEN, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
+TILE = "torch.tile({0}, {reps})"
+RESHAPES = (FLATTEN, TILE, expand, reshape, squeeze)  # nothing to do if the output has the input's shape
 
 # The code for each operator: a template, or a function that returns the code
 RULES: dict[str, Rule] = {
@@ -873,7 +876,7 @@ RULES: dict[str, Rule] = {
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
     **dict.fromkeys(("SwapAxis", "swapaxes"), "{0}.transpose({dim1}, {dim2})"),
-    "tile": "torch.tile({0}, {reps})",
+    "tile": TILE,
     "transpose": lambda node, x: call(f"{x}.permute", *(node["axes"] or range(node.rank)[::-1])),
     "slice_axis": lambda node, x: x + index(*[()] * (node["axis"] % node.rank), (node["begin"], node["end"])),
     "moments": lambda node, x: (

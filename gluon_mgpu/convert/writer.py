@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import textwrap
 from itertools import chain, count
@@ -45,7 +46,8 @@ FUNCTIONS = {
     for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef)
 }
-WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS}  # names that mean something else in the code
+# Names that mean something else in the code
+WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS, *dir(builtins)} - {"input"}
 
 
 def functions_of(text: str) -> list[str]:
@@ -117,6 +119,9 @@ class _Writer:
             if step.operands[:1] == [last[0]] and uses[step.operands[0]] == [at] and _continues(step, last[1]):
                 lines.pop()
                 operands[0], name = last[1], name or last[2]
+            elif step.operands[1:] == [last[0]] and uses[step.operands[1]] == [at] and _is_term(step, last[1]):
+                lines.pop()
+                operands[1] = last[1]
             text = self.text(step, operands)
             targets = self.targets(step, at, name or step.name)
             if step.repeated:
@@ -232,6 +237,12 @@ def _continues(step: Statement, before: str) -> bool:
         return len(before) < 90 and isinstance(ast.parse(before, mode="eval").body, (ast.Call, ast.Subscript))
     simple = re.match(r"[\w.]+\(_0_[,)]", step.code) and before.count("(") < 3 and len(before + step.code) < 90
     return bool(simple) and (not step.layer or bool(re.match(r"nn\.\w+Norm", step.layer.code)))
+
+
+def _is_term(step: Statement, before: str) -> bool:
+    """Whether a step adds or multiplies the value of the line before, which is a short call."""
+    short = before.count("(") < 3 and len(before) < 60 and isinstance(ast.parse(before, mode="eval").body, ast.Call)
+    return short and bool(re.fullmatch(r"_0_ [-+*/@] _1_", step.code))
 
 
 class _Calls(ast.NodeTransformer):

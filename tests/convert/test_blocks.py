@@ -1,5 +1,6 @@
 """Layers of a converted network have MXNet's names, and groups of them that occur several times become classes."""
 
+import builtins
 import runpy
 
 import numpy as np
@@ -177,6 +178,20 @@ def test_layers_that_differ_at_each_time_step_are_not_one_layer_of_a_loop(tmp_pa
     given = convert.from_files(*files(tmp_path, s.concat(*outputs, dim=1), data=(2, 6, 5)), (6, 5))
     convert.save(given, "pytorch", str(tmp_path / "net"))
     assert len({*runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()}) == 7
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_code_has_no_steps_without_effect_and_no_variables_named_like_functions_of_python(tmp_path):
+    image = s.pad(s.tile(X, (1, 1, 1, 1)), mode="constant", pad_width=(0, 0, 0, 0, 0, 0, 1, 2))
+    total = s.sum(s.LeakyReLU(image, slope=0), axis=(1, 2), name="sum")
+    y = s.FullyConnected(total, num_hidden=4, name="fc") * s.sigmoid(s.FullyConnected(total, num_hidden=4, name="gate"))
+    given = convert.from_files(*files(tmp_path, y, data=(2, 3, 4, 5)), (3, 4, 5))
+    convert.save(given, "pytorch", str(tmp_path / "net"))
+    code = (tmp_path / "net.py").read_text()
+    assert "F.pad(x, (1, 2))" in code and "tile" not in code and "leaky" not in code
+    assert "fc * torch.sigmoid(self.gate(" in code
+    assert not {*dir(builtins)} & {*runpy.run_path(str(tmp_path / "net.py"))["Net"].forward.__code__.co_varnames}
 
 
 @needs("pytorch")

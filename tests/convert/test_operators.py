@@ -179,7 +179,7 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
         *(s.contrib.BilinearResize2D(image, height=5, width=12), s.LRN(image, nsize=3)),
         *(s.reshape(image, (0, -4, 2, -1, -2)), s.reshape(image, (-1, 9), reverse=True)),
         *(s.broadcast_like(s.sum(image, axis=1, keepdims=True), image), s.Embedding(index, triples, 8, 3)),
-        s.GroupNorm(image, s.arange(2), s.arange(2), num_groups=2),
+        s.LRN(s.GroupNorm(image, s.arange(2), s.arange(2), num_groups=2), nsize=3),
     )
     yield from ((f"{output.name} {k}", output) for k, output in enumerate(others))
     weight = s.reshape(s.slice_axis(image, axis=0, begin=0, end=1), (9, 4, 3, 3))
