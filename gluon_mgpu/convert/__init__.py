@@ -29,9 +29,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 __all__ = ["TARGETS", "TOLERANCE", "Exported", "check_prefix", "from_files", "from_run", "save"]
 TARGETS = {"gluon": to_gluon, "pytorch": to_pytorch, "onnx": to_onnx}
 TOLERANCE = 1e-4  # largest relative error of an example's scores; rounding alone can cause 1e-5
-SPREAD = (
-    3  # how much larger the rounding of one float32 program can be than that of another, which sums in another order
-)
+SPREAD = 3  # how much more one float32 program can round than another one, which sums in another order
 MOST_ROUNDING = 1e-2  # if float32 is farther from float64, the network magnifies rounding, and no comparison is sure
 
 

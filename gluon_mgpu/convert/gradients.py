@@ -158,8 +158,8 @@ def _is_imprecise(node: GraphNode) -> bool:
 def _without_noise(network: Exported) -> Exported:
     """The network without dropout, and with the mean slope of random slopes.
 
-    PReLU becomes several steps, because MXNet 1.9.1 often multiplies its gradient by the slope. SELU
-    becomes an ELU, because its gradient is wrong below 0.
+    PReLU becomes several steps, because MXNet 1.9.1 often multiplies its gradient by the slope. SELU becomes an ELU,
+    because its gradient is wrong below 0.
     """
     shapes = network.shapes(X.shape for X in network.samples[0].inputs)
 
