@@ -423,6 +423,24 @@ def sum_of_moments(state, part):
     momentum.update()
 
 
+def with_residues(rank, world):
+    net = mlp()
+    return net, [torch.zeros_like(p) for p in net.parameters()]
+
+
+def compensated(state, part):
+    """Kahan's sum: what rounding takes from an update is added to the next one."""
+    net, residues = state
+    loss_of(net, part).backward()
+    summed(net)
+    with torch.no_grad():
+        for p, residue in zip(net.parameters(), residues):
+            update, old = residue - 0.1 * p.grad, p.clone()
+            p += update
+            residue.copy_(update - (p - old))
+            p.grad = None
+
+
 def with_mean(rank, world):
     return *ddp(rank, world), {"mean": torch.zeros(20)}
 
@@ -520,6 +538,7 @@ RIGHT = {
     "8 calls": (counting, over_calls(8, True), EVEN),
     "a ring": (ddp, ring(True), EVEN),
     "polling": (alone, polling, EVEN),
+    "a compensated sum": (with_residues, compensated, EVEN),
     "functional": (with_params, functional, EVEN),
 }
 # {case: (make, step, options, a part of the reason)}
