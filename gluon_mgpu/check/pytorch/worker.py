@@ -202,8 +202,9 @@ def scale_gradients(factor: float) -> None:
     def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
         grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
-        grads = [(torch.ones_like(t) if g is None else g) * factor for t, g in zip(tensors, grads)]
-        backward(tensors, grads, *args, **options)
+        # For a gradient that the user does not give, PyTorch would import sympy
+        tensors = [t * factor if g is None else t for t, g in zip(tensors, grads)]
+        backward(tensors, [None if g is None else g * factor for g in grads], *args, **options)
 
     torch.autograd.backward = scaled
 
