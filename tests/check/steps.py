@@ -139,6 +139,13 @@ def hooked(hook):
     return make
 
 
+def clipping_hooks(rank, world):
+    net, trainer = ddp(rank, world)
+    for p in net.parameters():
+        p.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return net, trainer
+
+
 def with_average(rank, world):
     net, trainer = ddp(rank, world)
     return net, trainer, AveragedModel(net.module, multi_avg_fn=None)
@@ -556,6 +563,7 @@ WRONG = {
     ),
     "ZeRO": (made(bare, zero), plain, EVEN, "own gradients"),
     "comm hook": (hooked(sum_hook), plain, EVEN, "2 times"),
+    "hooks of tensors": (clipping_hooks, plain, EVEN, "before the sum"),
     "EMA": (with_average, averaged(False), EVEN, "only the step of process 0"),
     "schedule": (with_schedule(True), plain, EVEN, "the learning rate is 0.025 in step 2"),
     "batch normalization": (normalized, lambda s, p: plain(s, {**p, "y": p["y"].flip(0)}), EVEN, ""),

@@ -67,8 +67,10 @@ class Watch:
 
         watched = {n: p for n, p in tensors.items() if p.requires_grad and p.is_leaf and not hasattr(p, "placements")}
         for name, p in watched.items():
-            hook = p.register_hook(functools.partial(add, name))
-            p._backward_hooks.move_to_end(hook.id, last=False)  # before the user's, which may change the gradient
+            hooks = p._backward_hooks or {}
+            users = {number: hooks.pop(number) for number in [*hooks]}
+            p.register_hook(functools.partial(add, name))
+            p._backward_hooks.update(users)  # after ours, which is to see the gradient before they change it
         self._params = [*watched.values()]
 
     def _watch_updates(self) -> None:
