@@ -162,6 +162,20 @@ def test_gradients_of_several_recurrent_layers_are_computed_in_float32(tmp_path)
             assert {array.dtype for array in arrays.values()} == {np.dtype(dtype)}
 
 
+@pytest.mark.slow
+def test_gradients_of_what_mxnet_computes_in_float32_may_differ_as_in_float32(tmp_path):
+    """MXNet resizes float64 numbers in float32."""
+    resized = s.contrib.BilinearResize2D(s.reshape(X, (-1, 1, 2, 3)), height=3, width=5)
+    network = convert.from_files(*files(tmp_path, dense(resized, "out"), data=(8, 6)), (6,))
+    gradients.write_reference(network, tmp_path / "net")
+    settings = json.loads((tmp_path / "net.gradients/mxnet.json").read_text())
+    assert (settings["dtype"], settings["precision"]) == ("float64", "float32")
+    rows = np.random.default_rng(0).random((1, 1, 2, 3))
+    by_hand = rows[..., 0, 0] / 3 + rows[..., 0, 1] * 2 / 3  # the second of four columns, with aligned corners
+    found = mx.nd.contrib.BilinearResize2D(mx.nd.array(rows, dtype="float64"), height=3, width=4)[0, 0, 0, 1].asscalar()
+    assert 0 < abs(found - by_hand.item()) < 1e-6
+
+
 @needs("pytorch")
 @pytest.mark.parametrize(
     "build", [*NETWORKS[:1], *(pytest.param(build, marks=pytest.mark.slow) for build in NETWORKS[1:])]
