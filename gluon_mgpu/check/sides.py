@@ -92,8 +92,8 @@ class Sides:
         facts, rests = self.one.facts, [*one.rest, *several.rest]
         starts = [*self.one.kept, *self.several.kept] or [Arrays()] * len(rests)
         items = [(name, a, start) for rest, start in zip(rests, starts) for name, a in rest.items()]
-        start = self.one.start[0]  # what rounding leaves of parameters, as a compensated sum keeps it
-        residue = 8 * (2.0**-53 if self.precision == "float64" else ROUNDING["float32"]) * norm(flat(start, start))
+        parameters, unit = self.one.start[0], 2.0**-53 if self.precision == "float64" else ROUNDING["float32"]
+        residue = 8 * unit * norm(flat(parameters, parameters))  # what rounding leaves, as a compensated sum keeps it
         between, from_one = list[str](), list[str]()
         for name in dict.fromkeys(name for name, a, start in items if not is_same(a, start.get(name))):
             value, *found = (rest.get(name) for rest in rests)  # None: it has not changed, or it is not there

@@ -202,7 +202,7 @@ def scale_gradients(factor: float) -> None:
     def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
         grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
-        # For a gradient that the user does not give, PyTorch would import sympy
+        # The tensor is scaled if it has no gradient yet: PyTorch imports sympy, for seconds, if it is given one
         tensors = [t * factor if g is None else t for t, g in zip(tensors, grads)]
         backward(tensors, [None if g is None else g * factor for g in grads], *args, **options)
 
