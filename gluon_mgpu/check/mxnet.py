@@ -24,9 +24,10 @@ from mxnet.ndarray import NDArray
 import gluon_mgpu.check.judge as judge
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.arrays import equal_losses, fitted_weights, norm
+from gluon_mgpu.check.arrays import ROUNDING, equal_losses, fitted_weights, is_close, listed, norm, only
 from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
 from gluon_mgpu.check.driver import changes as changes_of
+from gluon_mgpu.check.evidence import usual_parts
 from gluon_mgpu.check.judge import Report
 from gluon_mgpu.check.kept import kept
 from gluon_mgpu.check.processes import where
@@ -43,8 +44,9 @@ from gluon_mgpu.training.workers import Group
 
 LR = 0.7  # not 1, so that a power of it is another number
 STEPS = 2
-CREATE = ("zeros", "ones", "full", "array")
+CREATE = ("zeros", "ones", "full", "array", "arange", "linspace", "eye", "one_hot")
 DRAW = ("normal", "uniform", "randn")
+CAST = ("cast", "Cast", "amp_cast")
 
 
 def compare_lesson(
@@ -69,7 +71,7 @@ def compare_lesson(
         raise UsageError("gpus", len(ctx), "the comparison with one device needs at least 2 devices")
     load = functools.partial(fresh_copy, lesson)
     with restored_afterward():
-        driver = MXNet(load, ctx, config or Config(), image_shape, classes, own_trainer)
+        driver = MXNet(load, ctx, config or Config(), image_shape, classes, own_trainer, even)
         return judge.compare(driver, numbers or [len(ctx)], steps, even)
 
 
@@ -98,8 +100,10 @@ def _codes(function: Any) -> list[Any]:
 
 
 class MXNet(Driver):
-    """The driver. ctx: the most devices. called: what the steps have called. examples: how many a step on several had
-    on each device. placed: what is wrong with the places of the replicas. done: what has run of the file's functions.
+    """The driver. ctx: the most devices. extra: how many examples make a batch uneven; 0: all batches are even. called:
+    what the steps have called. examples: how many a step on several had on each device. sums: how often it has called
+    `allreduce`, and how many arrays there are. compresses: whether the Trainer compresses gradients. placed: what is
+    wrong with the places of the replicas. done: what has run of the file's functions.
     """
 
     divides = "split_and_load"
@@ -117,14 +121,16 @@ class MXNet(Driver):
         image_shape: Sequence[int],
         classes: int,
         own_trainer: bool,
+        even: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
-        self.own_trainer, self.done = own_trainer, reached.Done()
+        self.own_trainer, self.done, self.extra = own_trainer, reached.Done(), not even
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
         lessons.describe(lesson).check_settings(self.as_trained)
-        self.called, self.examples, self.placed = set[CodeType](), Counter[Context](), ""
+        self.called, self.examples, self.sums, self.placed = set[CodeType](), Counter[Context](), (0, 0), ""
+        self.compresses = False
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
@@ -139,7 +145,7 @@ class MXNet(Driver):
 
     def _divided_alike(self, k: int) -> str:
         """Whether `split_and_load` divides images as it divides labels."""
-        lesson, n = self.load(), judge.EXAMPLES + 1
+        lesson, n = self.load(), -(-judge.EXAMPLES // k) * k + self.extra
         if not self._is_called(lesson.split_and_load):
             return ""
         for count in (1, k):
@@ -162,7 +168,7 @@ class MXNet(Driver):
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
         if double and isinstance(model, ArrayModel):
             params = [p.astype("float64") for p in model.device_params[0]]
-            with _in_double():  # it may create other arrays, too
+            with _in_double(Facts()):  # it may create other arrays, too
                 model.device_params = [lesson.get_params(params, c) for c in ctx]
         elif double and isinstance(model, GluonModel):
             model.net.cast("float64")
@@ -174,7 +180,7 @@ class MXNet(Driver):
         try:
             with _without_dropout(session.facts):
                 model = self.model(k, options.double)
-                with _in_double() if options.double else nullcontext():
+                with _in_double(session.facts) if options.double else nullcontext():
                     self._take_steps(session, model, batches, options, lr)
         except Exception as error:
             if isinstance(error, UsageError) and k == 1:
@@ -189,34 +195,46 @@ class MXNet(Driver):
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
         net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+        if net:
+            net.apply(_refuse_synchronized)
         rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
-        session.start, session.kept = _arrays(model), rest()
+        written, session.kept = _arrays(model), rest()
+        given = spread(written[0])
+        # what differs between devices, or from one device, still does
+        session.start = [{name: given[name] + (a - written[0][name]) for name, a in of.items()} for of in written]
         if is_several and not options.double:
             self.placed = self._misplaced(model)
-        model.load(spread(session.start[0]))
+        model.load(given)
         grads = _noted_gradients(model) if trainer else []
         for i, (X, y) in enumerate(data):
             seed_generators(1000 * options.seed + i)
-            before, examples = _arrays(model), Counter[Context]()
+            before, examples, calls = _arrays(model), Counter[Context](), Counter[CodeType]()
             if options.shards and not is_several:
                 model.net = _ByShard(net, options.shards[i])
-            with self._watched(model.lesson, examples), reached.traced(self.done):
+            with self._watched(model.lesson, examples, calls), reached.traced(self.done):
                 losses = self._step(model, X, y, lr)
                 nd.waitall()
+            statistics = only(_arrays(model), model.running_stats)
+            model.average_running_stats(losses, X.shape[0], Group())
             step = StepResult(changes_of(before, _arrays(model)), losses=[a.asnumpy().reshape(-1) for a in losses])
+            step.modules = statistics
+            step.rates = [{"lr 0": float(trainer.learning_rate)}] * len(model.ctx) if trainer else []
             step.grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
             step.rest = rest()
             session.steps.append(step)
             grads.clear()
             if is_several:
                 self.examples = examples or Counter({shard.context: shard.size for shard in losses})
+                sums = sum(count for code, count in calls.items() if code.co_name == "allreduce")
+                self.sums = sums, len(before[0])
 
     @contextmanager
-    def _watched(self, lesson: ModuleType, examples: Counter[Context]) -> Iterator[None]:
+    def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[CodeType]) -> Iterator[None]:
         """Note what a step calls, and how many examples are computed on each device."""
         computes = code_of(lesson.forward_backward)
 
         def note(frame: FrameType) -> None:
+            calls[frame.f_code] += 1
             self.called.add(frame.f_code)
             if frame.f_code == computes and computes.co_argcount > 1:
                 shards = frame.f_locals[computes.co_varnames[1]]
@@ -236,6 +254,7 @@ class MXNet(Driver):
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
                 facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
+        self.compresses = bool(model.trainer._compression_params)
         model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in model.ctx]
 
     @staticmethod
@@ -243,17 +262,22 @@ class MXNet(Driver):
         """A step of the model, but the Trainer keeps its learning rate."""
         if not isinstance(model, GluonModel):
             return model.step(X, y, lr)
-        losses = model.lesson.train_batch(X, y, model.net, model.ctx, model.trainer)
-        model.average_running_stats(losses, X.shape[0], Group())
-        return losses
+        return model.lesson.train_batch(X, y, model.net, model.ctx, model.trainer)
 
     def missed(self) -> list[str]:
         return reached.missed(self.done)
+
+    def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:
+        sums, arrays = self.sums
+        hints = [f"a step calls allreduce {sums} times, for {arrays} arrays: sum each once"] * (sums > arrays)
+        hints += ["the Trainer compresses gradients (compression_params)"] * self.compresses
+        return "".join(f"; {hint}" for hint in hints)
 
     def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         yield "devices", self.placed or self._idle(k) or self._divided_alike(k)
         yield "called", self._not_called()
         if not is_wrong:
+            yield "update", self._statistics(k)
             yield "losses", self._losses(k, max(4 * k, judge.EXAMPLES), note)
             yield "update", self._changed_alone()
             yield "accuracy", self._accuracy(k)
@@ -304,7 +328,8 @@ class MXNet(Driver):
             return "losses are computed with parameters that this step has changed; update last"
         halves = [self.run(1, [self.take(batch, range(i, n, 2))]) for i in (0, 1)]
         if not sessions[0].facts.normalized and all(half.steps for half in halves):
-            alone, found = (np.sort(np.concatenate(some)) for some in ([h.steps[0].losses[0] for h in halves], [one]))
+            of_halves = [losses for half in halves for losses in half.steps[0].losses]
+            alone, found = np.sort(np.concatenate(of_halves)), np.sort(one)
             if fitted_weights(found, [alone], 1e-3 * norm(found)) is None:
                 note(
                     "warning: an example's loss depends on the other examples of the batch; if the network does not "
@@ -328,13 +353,38 @@ class MXNet(Driver):
             return "with one device, allreduce changes the gradients; leave a single array unchanged"
         return "" if same[1] else "allreduce adds what an earlier call left; start each sum from 0"
 
+    def _statistics(self, k: int) -> str:
+        """Whether the running statistics that a step leaves on each device are those of one device's examples, or an
+        average."""
+        if not self.model(k).running_stats:
+            return ""
+        n = -(-judge.EXAMPLES // k) * k
+        batch = self.batch(0, n)
+        parts = usual_parts(self.split(k, batch, n), k, n)
+        data = [(k, batch), (1, batch), *((1, self.take(batch, part)) for part in parts)]
+        # A hybridized network's backward pass writes the statistics without telling the engine.
+        as_written = replace(self.as_written, hybridize=False)
+        with patch.multiple(self, as_written=as_written, as_trained=as_written):
+            several, *alone = (self.run(count, [examples]).steps for count, examples in data)
+        if not several or not all(alone):
+            return ""
+        wrong = list[str]()
+        for name in several[0].modules[0]:
+            whole, *of_parts = (steps[0].modules[0][name] for steps in alone)
+            right = [*of_parts, np.mean(of_parts, axis=0), whole]  # the whole batch's, if it is synchronized
+            found = [arrays[name] for arrays in several[0].modules]
+            if not all(any(is_close(a, b, 1e-4 * norm(b)) for b in right) for a in found):
+                wrong.append(name)
+        reason = f"the running statistics ({listed(wrong)}) are neither those of a device's examples nor an average of "
+        return reason + "these; average them over the devices, or leave them as they are" if wrong else ""
+
     def _accuracy(self, k: int) -> str:
         rng = np.random.default_rng(0)
         one, several = self.model(1), self.model(k)
         start = spread(_arrays(one)[0])
         for model in (one, several):
             model.load(start)
-        parts = [nd.array(rng.random((n, *self.image_shape))) for n in (3 * k + 2, 2 * k + 1)]
+        parts = [nd.array(rng.random((n, *self.image_shape))) for n in (3 * k + 2 * self.extra, 2 * k + self.extra)]
         net = lambda X: one.predict(X.as_in_context(self.ctx[0]))[:, : self.classes].asnumpy()  # noqa: E731
         return accuracy(lambda batches: several.evaluate_accuracy(iter(batches)), net, parts, nd.array)
 
@@ -343,7 +393,7 @@ def spread(arrays: Arrays) -> Arrays:
     """Parameters that are larger than a lesson's, from which each example has its own loss and gradient."""
     rng, found = np.random.default_rng(0), {}
     for name, a in arrays.items():
-        found[name] = rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else a
+        found[name] = a + rng.normal(0, (2 / np.prod(a.shape[1:])) ** 0.5, a.shape) if a.ndim > 1 else a
         found[name] = found[name].astype(np.float32)
     return found
 
@@ -357,6 +407,12 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     that of the first."""
     shards = [shard.asnumpy() for shard in lesson.split_and_load(data, ctx)]
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
+
+
+def _refuse_synchronized(block: gluon.Block) -> None:
+    """On one device, such a layer would wait forever for the number of devices with which it was created."""
+    if isinstance(block, gluon.contrib.nn.SyncBatchNorm):
+        raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 
 
 def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:
@@ -392,12 +448,25 @@ class _ByShard:
 
 
 @contextmanager
-def _in_double() -> Iterator[None]:
-    """Let new arrays be float64 where MXNet's default is float32. Random numbers are drawn in float32, so that they are
-    the same."""
+def _in_double(facts: Facts) -> Iterator[None]:
+    """Let new arrays be float64 where MXNet's default is float32, or where float32 or less is asked for. Random numbers
+    are drawn in float32, so that they are the same. facts: gets the lowest precision that is asked for."""
+
+    def larger(dtype: Any) -> Any:
+        name = "float32" if dtype is None else str(getattr(dtype, "__name__", dtype))
+        low = next((low for low in reversed(ROUNDING) if low in name), "")  # bfloat16 before float16
+        facts.low = max(facts.low, low or "float32", key=ROUNDING.__getitem__)
+        return "float64" if low else dtype
 
     def created(create: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: create(*args, **{"dtype": "float64", **options})
+        return lambda *args, **options: create(*args, **{**options, "dtype": larger(options.get("dtype"))})
+
+    def cast(convert: Callable[..., Any]) -> Callable[..., Any]:
+        def in_double(array: Any, *dtype: Any, **options: Any) -> Any:
+            options |= {"dtype": larger(options["dtype"])} if "dtype" in options else {}
+            return convert(array, *map(larger, dtype[:1]), *dtype[1:], **options)
+
+        return in_double
 
     def drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
         def in_float32(*args: Any, **options: Any) -> Any:
@@ -407,9 +476,15 @@ def _in_double() -> Iterator[None]:
         return in_float32
 
     with ExitStack() as stack:
-        for module, names, change in ((nd, CREATE, created), (nd.random, DRAW, drawn)):
+        for owner, names, change in (
+            (nd, CREATE, created),
+            (mx.optimizer.optimizer, ("zeros",), created),
+            (nd.random, DRAW, drawn),
+            (nd, CAST, cast),
+            (NDArray, ("astype",), cast),
+        ):
             for name in names:
-                stack.enter_context(patch.object(module, name, change(getattr(module, name))))
+                stack.enter_context(patch.object(owner, name, change(getattr(owner, name))))
         yield
 
 

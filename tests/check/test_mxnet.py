@@ -3,6 +3,7 @@
 import functools
 import importlib
 import shutil
+import textwrap
 from pathlib import Path
 
 import mxnet as mx
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from gluon_mgpu import highlevel, scratch, train
+from gluon_mgpu.check.judge import UNKNOWN
 from gluon_mgpu.check.mxnet import compare_lesson
 from gluon_mgpu.commands.check import check
 from gluon_mgpu.support.errors import UsageError
@@ -59,6 +61,28 @@ LEFTOVERS = """    total = totals.setdefault(data[0].shape, nd.zeros(data[0].sha
 IN_FLOAT16 = """    for p in net.collect_params().values():
         for g in p.list_grad():
             g[:] = g.astype("float16").astype("float32")
+"""
+OF_8_BITS = """    for p in net.collect_params().values():
+        for g in p.list_grad():
+            unit = g.abs().max() / 127
+            g[:] = (g / unit).round() * unit
+"""
+IN_PARTS = """    for array in sum(device_params, []):
+        array.grad[:] = 0
+    losses = []
+    for i in range(2):
+        losses += forward_backward(device_params, [X[i::2] for X in Xs], [y[i::2] for y in ys])
+"""
+SUM_GRADIENTS = """    for i in range(len(device_params[0])):
+        allreduce([params[i].grad for params in device_params])
+"""
+SUMMED_STATISTICS = """
+    for p in net.collect_params(".*running.*").values():
+        p.set_data(nd.add_n(*[a.as_in_context(ctx[0]) for a in p.list_data()]))
+"""
+DECAY = """    for p in net.collect_params(".*weight").values():
+        for a, g in zip(p.list_data(), p.list_grad()):
+            g += 2 * a
 """
 TREE = """    distance = 1
     while distance < len(data):
@@ -175,10 +199,30 @@ WRONG = {
     "Gluon, a rate for each device": (
         (highlevel, ('{"learning_rate": lr}', '{"learning_rate": lr * num_gpus}')),
         "update",
-        "3 times",
+        "learning rate",
     ),
     "labels in another order": ((scratch, (SHARDS, REVERSED + SHARDS)), "devices", "gets label"),
-    "Gluon, gradients in float16": ((highlevel, (STEP, IN_FLOAT16 + STEP)), "update", "float16"),
+    "Gluon, gradients of 8 bits": ((highlevel, (STEP, OF_8_BITS + STEP)), "update", "8 bits"),
+    "the sum of sums": (
+        (
+            scratch,
+            ("p.attach_grad()", "p.attach_grad(grad_req='add')"),
+            (BACKWARD + SUM_GRADIENTS, IN_PARTS + textwrap.indent(SUM_GRADIENTS, "    ")),
+        ),
+        "update",
+        "16 times, for 8 arrays",
+    ),
+    "Gluon, statistics that are summed": (
+        (highlevel, ("nn.Flatten()", "nn.BatchNorm(), nn.Flatten()"), (STEP, f"{STEP}{SUMMED_STATISTICS}")),
+        "update",
+        "running statistics",
+    ),
+    "Gluon, weight decay of each device": ((highlevel, (STEP, DECAY + STEP)), "update", "multiple of the parameters"),
+    "Gluon, compressed gradients": (
+        (highlevel, (TRAINER, "compression_params={'type': '2bit', 'threshold': 0.5}")),
+        "update",
+        "compresses",
+    ),
 }
 FAST = 6  # the first rows are in the normal suite
 BATCH_NORM = "batch normalization of the examples of each device"
@@ -199,6 +243,16 @@ RIGHT = {
     ),
     "updates on the store": ((highlevel, (TRAINER, "kvstore='local', update_on_kvstore=True")), []),
     "Adam": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adam", {"learning_rate": 0.001}')), []),
+    "AdaGrad": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adagrad", {"learning_rate": 0.01}')), []),
+    "one-hot labels": ((scratch, (LOSS, "-(nd.one_hot(y, 10) * nd.log_softmax(y_hat)).sum(axis=1)")), []),
+    "gradients in float16": (
+        (highlevel, (STEP, IN_FLOAT16 + STEP)),
+        ["in float64, without the rounding of float16"],
+    ),
+    "a batch in parts": (
+        (scratch, ("p.attach_grad()", "p.attach_grad(grad_req='add')"), (BACKWARD, IN_PARTS)),
+        [],
+    ),
     "dropout": ((highlevel, ("nn.Flatten()", "nn.Dropout(0.5), nn.Flatten()")), ["with dropout off"]),
 }
 
@@ -235,6 +289,20 @@ def test_the_command_compares_2_and_3_devices(tmp_path):
     assert compare_lesson(path, CPUS[:2]).same
     result = CliRunner().invoke(check, [path, "--device", "cpu", "--steps", "1"], standalone_mode=False)
     assert result.exit_code == 1 and "with 3 devices" in result.output
+
+
+@pytest.mark.slow
+def test_a_lesson_that_refuses_uneven_batches_is_right_if_all_are_even(tmp_path):
+    path = write(tmp_path, highlevel, (", even_split=False", ""))
+    assert "even_split" in compare_lesson(path, CPUS[:2]).verdict
+    assert compare_lesson(path, CPUS[:2], even=True).same
+
+
+@pytest.mark.slow
+def test_a_layer_that_would_wait_on_one_device_is_refused(tmp_path):
+    layer = "gluon.contrib.nn.SyncBatchNorm(num_devices=2), nn.Flatten()"
+    report = compare_lesson(write(tmp_path, highlevel, ("nn.Flatten()", layer)), CPUS[:2])
+    assert report.status == UNKNOWN and "SyncBatchNorm" in report.verdict
 
 
 @pytest.mark.slow
