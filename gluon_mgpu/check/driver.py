@@ -134,6 +134,10 @@ class Driver:
         """What may reach them, by what to say of it."""
         return {}
 
+    def kept_apart(self, k: int, batches: Sequence[Any], options: Options) -> list[str]:
+        """The names of what optimizers keep after some steps on k devices, if it is not that on one."""
+        return []
+
     def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:
         """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""
         return ""
