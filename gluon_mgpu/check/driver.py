@@ -23,6 +23,7 @@ class Options:
     seed: int = 0  # of the random numbers that a step draws
     clear: bool = False  # set gradients that a step leaves to 0
     clips: bool = True  # False: no gradient is clipped
+    constant: bool = False  # all random numbers are the same, if the driver knows where they are drawn
     factor: float = 1  # of the gradients; if it is not finite, only on the last device
     scale: float = 1  # of the inputs; if it is not finite, only of the last example
 

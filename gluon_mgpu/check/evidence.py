@@ -129,10 +129,10 @@ class Evidence:
         session = self.driver.run(k, batches, replace(self.options, **options))
         return session.steps[-1] if len(session.steps) == len(batches) else None
 
-    def is_right(self, batches: Sequence[Any], clips: bool = True) -> bool:
-        """Whether the step with other batches, or without clipping, is that of one device."""
-        several = self.take(self.k, batches, clips=clips)
-        one = several and self.take(1, batches, clips=clips, shards=self.shards)
+    def is_right(self, batches: Sequence[Any], **options: Any) -> bool:
+        """Whether the step with other batches, or other options, is that of one device."""
+        several = self.take(self.k, batches, **options)
+        one = several and self.take(1, batches, shards=self.shards, **options)
         return several is not None and one is not None and not self.sides.wrong(several, one)
 
     @cached_property
@@ -208,6 +208,11 @@ class Evidence:
         return all(len({*part}) == self.size for part in self.examples or ())
 
     @cached_property
+    def is_random(self) -> bool:
+        """Whether the step is right if all random numbers are the same."""
+        return self.sides.several.facts.draws and self.is_right(self.batches, constant=True)
+
+    @cached_property
     def factor(self) -> float | None:
         """The update as a multiple of the right one; None if it is none."""
         if not self.steps or not self.terms.wrong:
@@ -251,6 +256,20 @@ def wrong_shards(e: Evidence) -> str:
 def fails_in_parts(e: Evidence) -> str:
     """The step fails with the examples of one device alone, so nothing more is known."""
     return "" if e.steps else f"the update differs from that of one {e.unit}"
+
+
+def same_random_numbers(e: Evidence) -> str:
+    """Each device draws what one device draws for these examples alone."""
+    if not e.is_random or e.terms.differing(e.terms.worst, e.terms.sum):
+        return ""
+    advice = f"draw them for the whole batch and divide them, or fold the {e.unit}'s index into the key"
+    return f"each {e.unit} draws the same random numbers for its examples; {advice}"
+
+
+def own_random_numbers(e: Evidence) -> str:
+    """Each device draws other random numbers than one does."""
+    reason = f"each {e.unit} draws random numbers of its own; draw those of the whole batch, or none"
+    return reason if e.is_random else ""
 
 
 def other_settings(e: Evidence) -> str:
@@ -451,6 +470,8 @@ def unknown(e: Evidence) -> str:
 CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that those above it do not fit
     ("devices", wrong_shards),
     ("update", fails_in_parts),
+    ("update", same_random_numbers),
+    ("compared", own_random_numbers),
     ("update", other_settings),
     ("sum", own_gradients),
     ("sum", gradients_of_some),
