@@ -294,20 +294,6 @@ def own_gradients(e: Evidence) -> str:
     return f"each {e.unit} updates with its own {what}{of}; {advice}"
 
 
-def gradients_of_some(e: Evidence) -> str:
-    """All devices make the same update, with the gradients of only some devices."""
-    terms, weights = e.terms, e.terms.weights
-    if weights is None or e.replicas:
-        return ""
-    used = [rank for rank, weight in enumerate(weights) if abs(weight) > 1e-3]
-    if not 0 < len(used) < e.k or np.ptp(weights[used]) >= 1e-2 * abs(weights[used[0]]):
-        return ""
-    update = e.update
-    if update == "the update" and len(terms.wrong) < len(terms.whole):
-        update += f" of {listed(terms.wrong)}"
-    return f"{update} uses only the gradients of {', '.join(e.devices[i] for i in used)}; add those of the others"
-
-
 def other_losses(e: Evidence) -> str:
     """The step returns a loss for each example, but not that of the example."""
     several, one, *_ = e.steps
@@ -427,10 +413,13 @@ def changed_before_the_sum(e: Evidence) -> str:
 
 
 def other_weights(e: Evidence) -> str:
-    """Some shards count more than others."""
+    """Some shards count more than others, or not at all."""
     weights = e.terms.weights
     if weights is None or np.abs(weights - 1).max() <= 5e-5:
         return ""
+    used = [rank for rank, weight in enumerate(weights) if abs(weight) > 1e-3]
+    if 0 < len(used) < e.k and np.ptp(weights[used]) < 0.01 * abs(weights[used[0]]):
+        return f"{e.update} uses only the gradients of {', '.join(e.devices[i] for i in used)}; add those of the others"
     terms = " + ".join(f"{w:.5g} × {device}" for w, device in zip(np.round(weights, 5), e.devices) if w) or "0"
     advice = "each shard must count once; look for clipping or scaling before the sum"
     if np.abs(weights - 1).max() < 0.05:
@@ -474,7 +463,6 @@ CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that th
     ("compared", own_random_numbers),
     ("update", other_settings),
     ("sum", own_gradients),
-    ("sum", gradients_of_some),
     ("losses", other_losses),
     ("replicas", other_replicas),
     ("replicas", other_statistics),

@@ -129,7 +129,6 @@ def of_later_steps_only():
 WRONG = {
     evidence.fails_in_parts: lambda: needs_whole_batches,
     evidence.own_gradients: lambda: own,
-    evidence.gradients_of_some: lambda: first_only,
     evidence.other_losses: lambda: losses_of_others,
     evidence.other_replicas: summed(each=lambda total, rank: total * (1 + rank)),
     evidence.left_by_earlier_steps: leaving,
@@ -167,6 +166,11 @@ def test_each_cause_is_found_by_its_own_row_of_the_table(cause, monkeypatch):
 def test_errors_that_nothing_explains_are_told_by_their_size(size, words):
     report = judge.compare(Regression(summed(after=scattered(size))), (2,))
     assert words in report.claims["update"]
+
+
+def test_a_device_whose_gradients_are_not_used_is_named():
+    report = judge.compare(Regression(lambda: first_only), (2,))
+    assert "uses only the gradients of device 0" in report.claims["update"]
 
 
 def test_a_mask_that_leaves_out_the_last_examples_is_not_taken_for_a_choice_of_places():
