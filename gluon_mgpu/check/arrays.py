@@ -101,9 +101,12 @@ def unequal(devices: Sequence[Arrays]) -> list[str]:
     return [name for name, a in first.items() if not all(np.array_equal(a, other.get(name, ())) for other in others)]
 
 
-def is_close(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
-    """Whether arrays of the same shape are equal (nan is equal to nan), or differ by at most a limit (a norm)."""
-    return np.array_equal(a, b, equal_nan=True) or norm(a - b) <= limit < np.inf
+def is_same(a: np.ndarray | None, b: np.ndarray | None, limit: float = 0) -> bool:
+    """Whether two arrays have the same shape and differ by at most a limit (a norm; nan is equal to nan), or there are
+    none."""
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and (np.array_equal(a, b, equal_nan=True) or norm(a - b) <= limit < np.inf)
 
 
 def places(wrong: Arrays, expected: Arrays, every: set[str]) -> str:
@@ -124,6 +127,17 @@ def fitted_weights(result: np.ndarray, parts: Sequence[np.ndarray], rest: float)
     columns = np.stack([np.ravel(part) for part in parts], axis=1)
     weights = np.linalg.lstsq(columns, np.ravel(result), rcond=1e-6)[0]
     return weights if norm(columns @ weights - np.ravel(result)) <= rest * (1 + np.abs(weights).sum()) else None
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Runs of numbers, such as "0 to 5, 8"."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{first} to {others[-1]}" if others else str(first) for first, *others in runs)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ class Options:
     seed: int = 0  # of the random numbers that a step draws
     clear: bool = False  # set gradients that a step leaves to 0
     clips: bool = True  # False: no gradient is clipped
+    constant: bool = False  # all random numbers are the same, if the driver knows where they are drawn
     factor: float = 1  # of the gradients; if it is not finite, only on the last device
     scale: float = 1  # of the inputs; if it is not finite, only of the last example
 
@@ -133,6 +134,10 @@ class Driver:
     def stress(self) -> Mapping[str, Options]:
         """What may reach them, by what to say of it."""
         return {}
+
+    def kept_apart(self, k: int, batches: Sequence[Any], options: Options) -> list[str]:
+        """The names of what optimizers keep after some steps on k devices, if it is not that on one."""
+        return []
 
     def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:
         """Where the last of some steps on k devices begins to differ from that on one, as the end of a sentence."""

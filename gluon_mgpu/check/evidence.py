@@ -23,6 +23,7 @@ from gluon_mgpu.check.arrays import (
     norm,
     only,
     places,
+    spans,
     total,
     unequal,
     wrong_losses,
@@ -31,6 +32,7 @@ from gluon_mgpu.check.arrays import (
 from gluon_mgpu.check.driver import UNITS, Arrays, Driver, Options, Shards, StepResult
 from gluon_mgpu.check.sides import Sides
 
+SMALL = 0.02  # an error that may be rounding
 LEFT = "look for what a step leaves behind, such as gradients, a buffer or a counter"
 
 
@@ -38,7 +40,7 @@ class Terms:
     """Updates, or the gradients that the optimizers get, and what the examples of each device add to them.
 
     several, whole: on each device, and on one. alone: on one, with the examples of each device. sizes: the numbers of
-    examples. parts: what they add. bound: how far rounding can move each array.
+    examples. parts: what they add. sum: of the parts. bound: how far rounding can move each array.
     """
 
     def __init__(
@@ -50,10 +52,16 @@ class Terms:
         # a share of what they do alone, unless the step computes sums
         shares = [{n: a[n] * size / sum(sizes) for n in names} for a, size in zip(alone, sizes)]
         self.parts = min(shares, alone, key=lambda parts: distance(total(parts, names), self.whole, names))
+        self.sum = total(self.parts, names)
         self.bound = sides.bounds(self.whole, self.parts)
 
     def differing(self, arrays: Arrays, expected: Arrays | None = None) -> list[str]:
         return differing(arrays, expected or self.whole, self.bound)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether what is done on one device is the sum of the parts."""
+        return not self.differing(self.sum)
 
     @cached_property
     def worst(self) -> Arrays:
@@ -121,10 +129,10 @@ class Evidence:
         session = self.driver.run(k, batches, replace(self.options, **options))
         return session.steps[-1] if len(session.steps) == len(batches) else None
 
-    def is_right(self, batches: Sequence[Any], clips: bool = True) -> bool:
-        """Whether the step with other batches, or without clipping, is that of one device."""
-        several = self.take(self.k, batches, clips=clips)
-        one = several and self.take(1, batches, clips=clips, shards=self.shards)
+    def is_right(self, batches: Sequence[Any], **options: Any) -> bool:
+        """Whether the step with other batches, or other options, is that of one device."""
+        several = self.take(self.k, batches, **options)
+        one = several and self.take(1, batches, shards=self.shards, **options)
         return several is not None and one is not None and not self.sides.wrong(several, one)
 
     @cached_property
@@ -161,6 +169,34 @@ class Evidence:
         return self.gradients or self.updates
 
     @cached_property
+    def raw(self) -> Terms | None:
+        """The gradients of the backward passes on one device, if they are known."""
+        one = self.steps[1:]
+        return self._terms([], *(step.raw for step in one)) if all(step.raw for step in one) else None
+
+    def places_left_out(self, examples: Sequence[int]) -> list[int]:
+        """The places of a batch of some examples at which no example has an effect on one device. Others are only
+        looked for if the first or the last is one."""
+        n, names = len(examples), {*(self.sides.one.facts.params or self.sides.names)}
+
+        def update(chosen: Sequence[int]) -> Arrays:
+            step = self.take(1, [self.driver.take(batch, chosen) for batch in self.batches])
+            return only(step.changes, names)[0] if step else Arrays()
+
+        def have_no_effect(places: Sequence[int], other: int) -> bool:
+            found = update([examples[other if i in places else i] for i in range(n)])
+            return bool(found) and not differing(found, whole, bound)
+
+        whole = update(examples)
+        bound = self.sides.bounds(whole)
+        if n == 1 or not any(have_no_effect([i], i - 1) for i in (n - 1, 0)):
+            return []
+        places = [i for i in range(n) if have_no_effect([i], i - 1)]
+        used = [i for i in range(n) if i not in places]
+        # an example that has an effect has none at these places: a mask would not leave it out
+        return places if used and have_no_effect(places, used[0]) else []
+
+    @cached_property
     def replicas(self) -> list[str]:
         """The names of what the replicas do not change equally; empty if they differ only by rounding."""
         changes = only(self.updates.several, self.updates.whole)
@@ -170,6 +206,11 @@ class Evidence:
     def reads_all(self) -> bool:
         """Whether each device uses all examples."""
         return all(len({*part}) == self.size for part in self.examples or ())
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the step is right if all random numbers are the same."""
+        return self.sides.several.facts.draws and self.is_right(self.batches, constant=True)
 
     @cached_property
     def factor(self) -> float | None:
@@ -217,6 +258,20 @@ def fails_in_parts(e: Evidence) -> str:
     return "" if e.steps else f"the update differs from that of one {e.unit}"
 
 
+def same_random_numbers(e: Evidence) -> str:
+    """Each device draws what one device draws for these examples alone."""
+    if not e.is_random or e.terms.differing(e.terms.worst, e.terms.sum):
+        return ""
+    advice = f"draw them for the whole batch and divide them, or fold the {e.unit}'s index into the key"
+    return f"each {e.unit} draws the same random numbers for its examples; {advice}"
+
+
+def own_random_numbers(e: Evidence) -> str:
+    """Each device draws other random numbers than one does."""
+    reason = f"each {e.unit} draws random numbers of its own; draw those of the whole batch, or none"
+    return reason if e.is_random else ""
+
+
 def other_settings(e: Evidence) -> str:
     """The optimizers get the right gradients, but have other settings."""
     several, one, *_ = e.steps
@@ -228,22 +283,15 @@ def own_gradients(e: Evidence) -> str:
     terms = e.terms
     wrong = [terms.differing(arrays) for arrays in terms.several]
     own = [n for n in terms.whole if all(n in names and terms.is_own(n, rank) for rank, names in enumerate(wrong))]
-    of = "" if len(own) == len(e.every) else f" for {listed(own)}"
-    return f"each {e.unit} updates with its own gradients{of}; {e.driver.advice['not summed']}" if own else ""
-
-
-def gradients_of_some(e: Evidence) -> str:
-    """All devices make the same update, with the gradients of only some devices."""
-    terms, weights = e.terms, e.terms.weights
-    if weights is None or e.replicas:
+    if not own:
         return ""
-    used = [rank for rank, weight in enumerate(weights) if abs(weight) > 1e-3]
-    if not 0 < len(used) < e.k or np.ptp(weights[used]) >= 1e-2 * abs(weights[used[0]]):
-        return ""
-    update = e.update
-    if update == "the update" and len(terms.wrong) < len(terms.whole):
-        update += f" of {listed(terms.wrong)}"
-    return f"{update} uses only the gradients of {', '.join(e.devices[i] for i in used)}; add those of the others"
+    is_all, params = len(own) == len(e.every), e.sides.one.facts.params
+    what, of, advice = "gradients", "" if is_all else f" for {listed(own)}", e.driver.advice["not summed"]
+    if params and not {*own} & {*params}:
+        what, advice = "statistics", f"average them over the {e.units}, or gather what they are computed from"
+    elif not params and not is_all:
+        what = "gradients or statistics"
+    return f"each {e.unit} updates with its own {what}{of}; {advice}"
 
 
 def other_losses(e: Evidence) -> str:
@@ -327,13 +375,23 @@ def a_penalty_of_each(e: Evidence) -> str:
     )
 
 
+def some_places_only(e: Evidence) -> str:
+    """The step uses only some examples of a batch, also on one device."""
+    if e.sides.precision != "float64":
+        return ""
+    for examples, of in ([*range(e.size)], str(e.size)), (e.parts[0], f"the {e.sizes[0]} of {e.devices[0]}"):
+        if places := e.places_left_out(examples):
+            used = spans([i for i in range(len(examples)) if i not in places])
+            return (
+                f"{e.update} differs: on one {e.unit}, the step uses only examples {used} of {of}, whatever they are; "
+                "use all, and sum the gradients of all"
+            )
+    return ""
+
+
 def a_loss_that_is_no_sum(e: Evidence) -> str:
     """On one device, the gradients of the shards do not add up to those of the batch."""
-    whole, *raws = (step.raw[0] if step.raw else Arrays() for step in e.steps[1:])
-    expected = {name: a for name, a in whole.items() if all(name in raw for raw in raws)}
-    bound = e.sides.bounds(expected, raws)
-    means = [{n: size / e.size * raw[n] for n in expected} for size, raw in zip(e.sizes, raws)]
-    if not all(differing(total(parts, expected), expected, bound) for parts in (means, raws)):
+    if not e.raw or e.raw.adds_up:
         return ""
     return (
         f"{e.update} differs: on one {e.unit}, the gradients of the shards do not add up to those of the batch, so the "
@@ -345,8 +403,7 @@ def a_loss_that_is_no_sum(e: Evidence) -> str:
 
 def changed_before_the_sum(e: Evidence) -> str:
     """The update is the sum of what the devices do alone, which is not what one device does with the batch."""
-    sums = total(e.terms.parts, e.terms.whole)
-    if not e.terms.differing(sums) or e.terms.differing(e.terms.worst, sums):
+    if e.terms.adds_up or e.terms.differing(e.terms.worst, e.terms.sum):
         return ""
     gradients = e.update.replace("the update", "its gradients")
     return (
@@ -356,10 +413,13 @@ def changed_before_the_sum(e: Evidence) -> str:
 
 
 def other_weights(e: Evidence) -> str:
-    """Some shards count more than others."""
+    """Some shards count more than others, or not at all."""
     weights = e.terms.weights
     if weights is None or np.abs(weights - 1).max() <= 5e-5:
         return ""
+    used = [rank for rank, weight in enumerate(weights) if abs(weight) > 1e-3]
+    if 0 < len(used) < e.k and np.ptp(weights[used]) < 0.01 * abs(weights[used[0]]):
+        return f"{e.update} uses only the gradients of {', '.join(e.devices[i] for i in used)}; add those of the others"
     terms = " + ".join(f"{w:.5g} × {device}" for w, device in zip(np.round(weights, 5), e.devices) if w) or "0"
     advice = "each shard must count once; look for clipping or scaling before the sum"
     if np.abs(weights - 1).max() < 0.05:
@@ -367,23 +427,10 @@ def other_weights(e: Evidence) -> str:
     return f"{e.update} adds the shards' gradients as {terms}; {advice}"
 
 
-def errors_that_scatter(e: Evidence) -> str:
-    """The errors are small, and no factor explains them."""
-    error, name = e.terms.largest_error
-    if error >= 0.02:
-        return ""
-    if error < 1e-4 and e.sides.precision == "float64":
-        advice = "no rounding is as small, but an optimizer like Adam hides factors: look for scaling, or for clipping "
-        advice += "by another norm"
-        return f"{e.update} differs from that of one {e.unit}, by {error:.1g} for {name}; {advice}{e.beginning}"
-    advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
-    advice += "keep float32 until the sum is complete"
-    return f"{e.update} differs from that of one {e.unit}, by {error:.1g} for {name}; {advice}{e.beginning}"
-
-
 def labels_of_others(e: Evidence) -> str:
     """The step is right if all examples are the same."""
-    if not e.is_right([e.driver.take(batch, [0] * e.size) for batch in e.batches]):
+    is_rounding = e.terms.largest_error[0] < SMALL
+    if is_rounding or not e.is_right([e.driver.take(batch, [0] * e.size) for batch in e.batches]):
         return ""
     by = "unless all examples are the same: labels may be those of others"
     advice = "divide X and y in the same way, and use what depends on other examples as on one"
@@ -393,20 +440,29 @@ def labels_of_others(e: Evidence) -> str:
 def unknown(e: Evidence) -> str:
     """None of the above."""
     error, name = e.terms.largest_error
-    advice = "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
-    advice += "others without gradients"
-    if e.terms.differing(total(e.terms.parts, e.terms.whole)):
+    if error < 1e-4 and e.sides.precision == "float64":
+        advice = "no rounding is as small, but an optimizer like Adam hides factors: look for scaling, or for clipping "
+        advice += "by another norm"
+    elif error < SMALL:
+        advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
+        advice += "keep float32 until the sum is complete"
+    elif e.terms.adds_up:
+        advice = "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
+        advice += "others without gradients"
+    else:
         advice = f"on one {e.unit}, the updates of the shards do not add up to that of the batch; look for a mean, a "
         advice += "weight, statistics or negatives of a shard, and for clipping or weight decay before the sum"
-    return f"{e.update} differs from that of one {e.unit}, by {error:.0%} for {name}; {advice}{e.beginning}"
+    by = f"{error:.1g}" if error < SMALL else f"{error:.0%}"
+    return f"{e.update} differs from that of one {e.unit}, by {by} for {name}; {advice}{e.beginning}"
 
 
 CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that those above it do not fit
     ("devices", wrong_shards),
     ("update", fails_in_parts),
+    ("update", same_random_numbers),
+    ("compared", own_random_numbers),
     ("update", other_settings),
     ("sum", own_gradients),
-    ("sum", gradients_of_some),
     ("losses", other_losses),
     ("replicas", other_replicas),
     ("replicas", other_statistics),
@@ -416,10 +472,10 @@ CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that th
     ("update", means_of_uneven_shards),
     ("update", a_multiple),
     ("update", a_penalty_of_each),
+    ("update", some_places_only),
     ("update", a_loss_that_is_no_sum),
     ("update", changed_before_the_sum),
     ("update", other_weights),
-    ("update", errors_that_scatter),
     ("update", labels_of_others),
     ("update", unknown),
 )

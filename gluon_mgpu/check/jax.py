@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gluon_mgpu.check.processes as processes
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import of_file
-from gluon_mgpu.check.arrays import norm
 from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
 from gluon_mgpu.check.driver import changes as changes_of
 from gluon_mgpu.check.judge import Report, compare
@@ -50,8 +49,7 @@ def compare_file(path: str, devices: Sequence[int], steps: int, even: bool, seco
 
 
 class JAX(Driver):
-    """seconds: the limit of a step. shapes: of the state on one device. draws: whether a step draws random numbers.
-    done: what has run of the file's functions."""
+    """seconds: the limit of a step. shapes: of the state on one device. done: what has run of the file's functions."""
 
     divides = "split_and_load"
     advice = {
@@ -62,7 +60,7 @@ class JAX(Driver):
 
     def __init__(self, file: str, seconds: float) -> None:
         self.file, self.seconds = file, seconds
-        self.shapes, self.draws, self.done = dict[str, Any](), False, reached.Done()
+        self.shapes, self.done = dict[str, Any](), reached.Done()
         self.has_replicas, self.has_batches = self._in_process(_form)
         self.uneven = self.has_replicas
 
@@ -99,9 +97,8 @@ class JAX(Driver):
         except UsageError:  # the step fails, too
             return None
 
-    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, constant: bool = False) -> Session:
-        """constant: all random numbers are the same."""
-        side = Side(self.file, k, self.has_replicas, options.double, constant, self.shapes)
+    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN) -> Session:
+        side = Side(self.file, k, self.has_replicas, options.double, options.constant, self.shapes)
         outcome = processes.run([functools.partial(side.take_steps, batches)], self.seconds)
         session, before = Session(failure=outcome.failure, late=outcome.late), list[Arrays]()
         for i, [(facts, done, now, rest)] in enumerate(outcome.stages):
@@ -112,7 +109,6 @@ class JAX(Driver):
             else:
                 session.start, session.kept = now, rest
             before = now
-        self.draws |= session.facts.draws
         if k == 1 and session.start:
             self.shapes = {name: a.shape for name, a in session.start[0].items()}
         return session
@@ -122,7 +118,6 @@ class JAX(Driver):
 
     def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         if is_wrong:
-            yield self._drawn(k) if self.draws else ("several", "")
             return
         if not self.uneven:
             note("uneven batches were not checked: a NamedSharding divides only even ones")
@@ -137,27 +132,6 @@ class JAX(Driver):
             return of_file(module, X, lambda y: np.array(y, np.int32), module.init_params())
 
         return self._in_process(accuracy)
-
-    def _drawn(self, k: int) -> Claim:
-        """Whether a step is wrong because each device draws random numbers."""
-        batch = self.batch(0, 12 * k)
-        double = Options(double=True)
-        still = [self.run(count, [batch], double, constant=True) for count in (k, 1)]
-        if not all(session.steps for session in still) or not _equal(
-            *(session.steps[0].changes[0] for session in still)
-        ):
-            return "several", ""  # there is another reason
-        parts = self.split(k, batch, 12 * k) or [part.tolist() for part in np.array_split(range(12 * k), k)]
-        sides = [(k, batch), *((1, self.take(batch, part)) for part in parts)]
-        sessions = [self.run(count, [part], double) for count, part in sides]
-        if not all(session.steps for session in sessions):
-            return "several", ""
-        several, *alone = (session.steps[0].changes[0] for session in sessions)
-        total = {n: np.sum([a[n] for a in alone], axis=0) for n in several}
-        if any(_equal(several, {n: a * share for n, a in total.items()}) for share in (1, 1 / k)):
-            advice = "draw them for the whole batch and divide them, or fold the device's index into the key"
-            return "update", f"each device draws the same random numbers for its examples; {advice}"
-        return "compared", "each device draws random numbers of its own; draw those of the whole batch, or none"
 
 
 @dataclass
@@ -325,7 +299,3 @@ def joined(devices: list[Arrays], shapes: dict[str, Any]) -> list[Arrays]:
 def _as(value: Any, dtype: Any, new: Any) -> Any:
     """An array of one type as one of another; any other value as it is."""
     return value.astype(new) if getattr(value, "dtype", None) == dtype else value
-
-
-def _equal(a: Arrays, b: Arrays) -> bool:
-    return all(norm(a[name] - b[name]) <= 1e-5 * norm(b[name]) for name in b)

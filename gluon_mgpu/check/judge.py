@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 from gluon_mgpu.check.arrays import (
     ROUNDING,
@@ -271,17 +272,32 @@ class Comparison:
 
     def _later(self, i: int, wrong: Sequence[str]) -> str:
         """What is wrong with step i, if the steps before were right."""
-        sides = self._sides(i)
+        sides, driver = self._sides(i), self.driver
         several, one = sides.step(i)
         expected = one.grads[0] if one.grads else {}
         gradients = [differing(found, expected, sides.bounds(expected)) for found in several.grads]
         if (rates := sides.wrong_rates(several, one, i, self.unit)) and not any(gradients):
             return rates
+        options = Options(double=sides is self.exact, shards=self.shards)
+        if sides.several.facts.left:
+            batches = self.reference.batches[: i + 1]
+            cleared = [driver.run(k, batches, replace(options, clear=True)).steps for k in (self.k, 1)]
+            if all(len(steps) > i for steps in cleared) and not sides.wrong(*(steps[i] for steps in cleared)):
+                return self._adds_to_gradients
+        first, *others = only(several.changes, wrong)
+        apart = [n for n in wrong if any(differing(other, {n: first[n]}, sides.bounds(first)) for other in others)]
         right = [name for name, a in one.changes[0].items() if name not in wrong and a.any()]
-        names = f" ({listed(wrong)})" if wrong and right else ""
-        state = listed(sum(self._sides(i - 1).other_state(i - 1), []))
-        advice = f"other state already differs before it ({state}); compute it from all examples" if state else LEFT
-        return f"step {i + 1} is the first that is not that of one {self.unit}{names}; {advice}"
+        which = f" ({listed(wrong)})" if wrong and right else ""
+        if 0 < len(apart) < len(wrong):
+            which = f" (of {listed(apart)}, the {self.units} make different updates)"
+        kept = driver.kept_apart(self.k, self.reference.batches[:i], options)
+        state = [*kept, *chain(*self._sides(i - 1).other_state(i - 1))]
+        advice = f"other state already differs before it ({listed(state)}); compute it from all examples"
+        return f"step {i + 1} is the first that is not that of one {self.unit}{which}; {advice if state else LEFT}"
+
+    @property
+    def _adds_to_gradients(self) -> str:
+        return f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
 
     # Stage 3: what else can be said if all steps are right
 
@@ -323,8 +339,7 @@ class Comparison:
             return ""
         cleared = self.driver.run(1, self.reference.batches, Options(clear=True, shards=self.shards))
         pairs = zip(cleared.steps[first:], one.steps[first:])
-        reason = f"a step adds to the gradients of the step before; {self.driver.advice['left']}"
-        return reason if any(unequal([a.changes[0], b.changes[0]]) for a, b in pairs) else ""
+        return self._adds_to_gradients if any(unequal([a.changes[0], b.changes[0]]) for a, b in pairs) else ""
 
     def _rounding(self) -> Iterator[Claim]:
         """Whether float32 and float64 differ by rounding."""
@@ -363,8 +378,8 @@ class Comparison:
             self._note(f"warning: not checked, because these batches do not reach it: {', '.join(missed)}")
 
     def _warn_of(self, names: Sequence[str], what: str, advice: str) -> None:
-        """Warn of state that differs."""
-        if names:
+        """Warn of state that differs. A global variable may also have a longer name, by a function that uses it."""
+        if names := [name for name in names if not any(name.endswith(f".{other}") for other in names)]:
             use = "if evaluation, a checkpoint or a later step uses it"
             self._note(f"warning: {what} ({listed(names)}); {advice} {use}")
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from gluon_mgpu.check.arrays import ROUNDING, TOLERANCE, differing, flat, is_close, norm, only, unequal
+from gluon_mgpu.check.arrays import ROUNDING, TOLERANCE, differing, flat, is_same, norm, only, unequal
 from gluon_mgpu.check.driver import UNITS, Arrays, Session, StepResult
 
 
@@ -108,10 +106,3 @@ class Sides:
             elif value is not None and not is_same(found[0], value, limit):
                 from_one.append(name)
         return between, from_one
-
-
-def is_same(a: np.ndarray | None, b: np.ndarray | None, limit: float = 0) -> bool:
-    """Whether two arrays have the same shape and differ by at most a limit, or there are none."""
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and is_close(a, b, limit)

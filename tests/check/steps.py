@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -473,6 +474,54 @@ def functional(state, part):
         params[name] -= 0.1 / dist.get_world_size() * grad
 
 
+class Lion(torch.optim.Optimizer):
+    """Sums gradients, but not those of which its moment is made."""
+
+    def __init__(self, net):
+        super().__init__(net.parameters(), {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+            total = p.grad.clone()
+            dist.all_reduce(total)
+            p -= 0.01 * torch.tanh(20 * (0.9 * moment + 0.1 * total / dist.get_world_size()))
+            moment.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+def zeroed_by_others(state, part):
+    """Process 0 adds to the gradients of the step before."""
+    net, trainer = state
+    if dist.get_rank() > 0:
+        trainer.zero_grad()
+    loss_of(net, part).backward()
+    trainer.step()
+
+
+class Queue(nn.Module):
+    """Keeps the mean of the latest inputs of each process."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("latest", torch.ones(16))
+
+    def forward(self, x):
+        result = x + self.latest.clone()
+        self.latest.copy_(x.detach().mean(0))
+        return result
+
+
+def first_half_only(state, part):
+    net, trainer = state
+    for i in range(2):
+        net.set_requires_gradient_sync(i == 0)
+        half = {name: a.chunk(2)[i] for name, a in part.items()}
+        (loss_of(net, half) / 2).backward()
+    trainer.step()
+    trainer.zero_grad()
+
+
 class Decaying(torch.optim.SGD):
     """The weight decay of each process is summed."""
 
@@ -592,6 +641,10 @@ WRONG = {
         EVEN,
         "a multiple of the parameters",
     ),
+    "a moment of own gradients": (made(bare, Lion), plain, EVEN, "state[0.weight].exp_avg"),
+    "gradients that one process adds up": (ddp, zeroed_by_others, EVEN, "zero_grad"),
+    "a queue of own inputs": (made(partial(DDP, broadcast_buffers=False), layer=Queue), plain, EVEN, "own statistics"),
+    "only the first half is summed": (made(sharded), first_half_only, EVEN, "uses only examples 0 to 5 of 12"),
     "a climb of each process": (ddp, climbing, EVEN, "before the sum"),
     "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }

@@ -30,7 +30,7 @@ MEANS = [
     ["data_iter]).mean()", "data_iter])"],
 ]
 WRONG = {
-    "one gradient": ("sum", "device 0", [["sum(jax.device_put(x, data[0].device) for x in data)", "data[0]"]]),
+    "one gradient": ("update", "device 0", [["sum(jax.device_put(x, data[0].device) for x in data)", "data[0]"]]),
     "what jit has kept": ("update", "leaves behind", STALE),
     "mean accuracy": ("accuracy", "0.5893", MEANS),
     "the whole batch": ("devices", "whole", [["np.array_split(data, len(devices))", "[data] * len(devices)"]]),

@@ -82,6 +82,12 @@ def losses_of_others(w, Xs, ys):
     return [sum(gradients(w, Xs, ys))] * len(Xs), losses
 
 
+def first_places(w, Xs, ys):
+    X, y, n = np.concatenate(Xs), np.concatenate(ys), sum(map(len, Xs))
+    used = n // 2 + len(Xs) - 1
+    return [X[:used].T @ (X[:used] @ w - y[:used]) / n] * len(Xs), []
+
+
 def needs_whole_batches(w, Xs, ys):
     assert sum(map(len, Xs)) > 10, "a batch is too small"
     return [sum(gradients(w, Xs, ys)) * len(Xs)] * len(Xs), []
@@ -123,7 +129,6 @@ def of_later_steps_only():
 WRONG = {
     evidence.fails_in_parts: lambda: needs_whole_batches,
     evidence.own_gradients: lambda: own,
-    evidence.gradients_of_some: lambda: first_only,
     evidence.other_losses: lambda: losses_of_others,
     evidence.other_replicas: summed(each=lambda total, rank: total * (1 + rank)),
     evidence.left_by_earlier_steps: leaving,
@@ -131,9 +136,9 @@ WRONG = {
     evidence.means_of_uneven_shards: lambda: means,
     evidence.a_multiple: summed(after=lambda total, k: total * k),
     evidence.a_penalty_of_each: summed(after=lambda total, k: total + (0.01 * k * W).astype(total.dtype)),
+    evidence.some_places_only: lambda: first_places,
     evidence.changed_before_the_sum: summed(change=lambda grad: grad * (abs(grad) > abs(grad).max() / 3)),
     evidence.other_weights: lambda: weighted,
-    evidence.errors_that_scatter: summed(after=scattered(1e-2)),
     evidence.labels_of_others: summed(data=lambda X, y: (X, y[::-1])),
     evidence.unknown: summed(after=scattered(0.5)),
 }
@@ -155,6 +160,29 @@ def test_each_cause_is_found_by_its_own_row_of_the_table(cause, monkeypatch):
     report = judge.compare(Regression(WRONG[cause]), (2, 3))
     [(claim, function)] = found
     assert function is cause and report.status == judge.DIFFERENT and report.claims[claim]
+
+
+@pytest.mark.parametrize("size, words", [(1e-2, "the errors scatter"), (0.5, "if all else is right")])
+def test_errors_that_nothing_explains_are_told_by_their_size(size, words):
+    report = judge.compare(Regression(summed(after=scattered(size))), (2,))
+    assert words in report.claims["update"]
+
+
+def test_a_device_whose_gradients_are_not_used_is_named():
+    report = judge.compare(Regression(lambda: first_only), (2,))
+    assert "uses only the gradients of device 0" in report.claims["update"]
+
+
+def test_a_mask_that_leaves_out_the_last_examples_is_not_taken_for_a_choice_of_places():
+    masked = Regression.batch(None, 0, 12)[0][-2:, 0]
+
+    def step(w, Xs, ys):
+        X, y = np.concatenate(Xs), np.concatenate(ys[::-1])
+        used = (np.abs(X[:, :1] - masked) > 1e-3).all(axis=1)
+        return [X[used].T @ (X[used] @ w - y[used]) / len(X)] * len(Xs), []
+
+    report = judge.compare(Regression(lambda: step), (2,))
+    assert report.status == judge.DIFFERENT and "uses only" not in report.verdict, report.verdict
 
 
 def test_a_later_step_that_is_wrong_because_of_its_batch_is_judged_as_a_first_one():

@@ -124,7 +124,7 @@ def write(folder, lesson, *edits):
 # {mistake: ((lesson, *edits), the claim that does not hold, a word of the reason)}
 WRONG = {
     "a mean loss": ((scratch, (LOSS, f"{LOSS}.mean()")), "update", "computes the mean loss of its shard"),
-    "a part of a gradient lost": ((scratch, (BACKWARD, BACKWARD + PART_LOST)), "sum", "9 of 180 elements of W1"),
+    "a part of a gradient lost": ((scratch, (BACKWARD, BACKWARD + PART_LOST)), "update", "9 of 180 elements of W1"),
     "last examples dropped": ((scratch, (" + (i < extra)", "")), "devices", "drops"),
     "the first shard's accuracy": (
         (scratch, ("in shards]", "in [*shards][:1]]"), ("+= X.shape[0]", "+= split_and_load(X, ctx)[0].shape[0]")),

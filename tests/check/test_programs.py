@@ -60,7 +60,11 @@ WRONG = {
     "accuracy of one part": ("accuracy", "0.1818", scratch(["    dist.all_reduce(correct)\n", ""])),
     "labels of others": ("update", "labels", scratch(["shard(y), reduction", STRIDED])),
     "a second division": ("update", "2 times", scratch(["losses.sum()", "losses.mean()"])),
-    "only the last examples": ("update", "a choice of examples", scratch(["losses.sum()", "losses[-3:].sum()"])),
+    "only the last examples": (
+        "update",
+        "uses only examples 9 to 11 of 12",
+        scratch(["losses.sum()", "losses[-3:].sum()"]),
+    ),
     "mean of means": ("update", "sizes", ddp(["losses.sum() * dist.get_world_size() / len(X)", "losses.mean()"])),
     "not scaled": ("update", "0.5 times", ddp([" * dist.get_world_size() / len(X)", " / len(X)"])),
     "gradients of the step before": ("update", "zero_grad", ddp(["    trainer.zero_grad()\n", ""])),

@@ -15,9 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import gluon_mgpu.check.pytorch.compiler as compiler
 import gluon_mgpu.check.pytorch.group as group
 import gluon_mgpu.check.reached as reached
+from gluon_mgpu.check.arrays import TOLERANCE, is_same, norm
 from gluon_mgpu.check.driver import AS_WRITTEN, Claim, Driver, Options, Session, Shards, StepResult
 from gluon_mgpu.check.judge import Report, compare
 from gluon_mgpu.check.processes import Send
@@ -39,7 +42,6 @@ def parallel(
     processes: Sequence[int] = (2, 3),
     steps: int = 3,
     even: bool = False,
-    random: str = "off",
     reference: Callable[[Any, Any], Any] | None = None,
     divide: str = "contiguous",
     seconds: float = 60,
@@ -50,13 +52,12 @@ def parallel(
     each process, after dist.init_process_group. step(state, part): the body of the training loop. batch(i, n): batch i,
     of n examples: any nest of tensors, arrays and lists with one row per example. processes: how many to compare.
     steps: how many one after the other, before one with an uneven batch. even: uneven batches may differ; then there is
-    a warning. random: "off" switches dropout modules off; "on" leaves them, and a step that draws cannot be compared.
-    reference(state, batch): the step in one process, if it is another. divide: how a process gets its part:
+    a warning. reference(state, batch): the step in one process, if it is another. divide: how a process gets its part:
     "contiguous", "strided" as by DistributedSampler, or "none" if the step itself divides. seconds: the limit of a
     step.
     """
     compiler.import_early(getattr(getattr(make, "__code__", None), "co_filename", ""))
-    program = Program(make, step, batch, reference, divide, has_dropout=random != "off")
+    program = Program(make, step, batch, reference, divide)
     return compare(PyTorch(program, seconds), processes, steps, even)
 
 
@@ -113,7 +114,8 @@ class PyTorch(Driver):
     def run(
         self, k: int, batches: Sequence[Batch], options: Options = AS_WRITTEN, probe: bool = False, trace: bool = False
     ) -> Session:
-        """probe: find the examples whose gradients a step computes. trace: note what each module computes."""
+        """probe: find the examples whose gradients a step computes. trace: note what each module computes, and what
+        optimizers keep."""
         key = (*batches, options.double, repr(options.factor), repr(options.scale))
         events = self.events.get(key, []) if k == 1 else []
 
@@ -154,12 +156,27 @@ class PyTorch(Driver):
     def stress(self) -> dict[str, Options]:
         return STRESS
 
+    def kept_apart(self, k: int, batches: Sequence[Batch], options: Options) -> list[str]:
+        steps = self._traced(k, batches, options)
+        if not steps:
+            return []
+        several, [one] = (step.rest for step in steps)
+
+        def is_apart(name: str, a: np.ndarray) -> bool:  # ZeRO keeps nothing for some parameters
+            found = [rest[name] for rest in several if name in rest]
+            return not all(is_same(b, a, TOLERANCE["float64"] * norm(a)) for b in found)
+
+        return [name for name, a in one.items() if is_apart(name, a)]
+
     def begins(self, k: int, batches: Sequence[Batch], options: Options) -> str:
+        steps = self._traced(k, batches, options)
+        return first_difference(steps[0].modules, *steps[1].modules) if steps else ""
+
+    def _traced(self, k: int, batches: Sequence[Batch], options: Options) -> list[StepResult]:
+        """The last of some steps in k processes and in one, with what only `trace` notes; empty if a step fails."""
         sessions = [self.run(count, batches, options, trace=True) for count in (k, 1)]
-        if not all(len(session.steps) == len(batches) for session in sessions):
-            return ""
-        several, [one] = (session.steps[-1].modules for session in sessions)
-        return first_difference(several, one)
+        is_complete = all(len(session.steps) == len(batches) for session in sessions)
+        return [session.steps[-1] for session in sessions] if is_complete else []
 
     def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         if is_wrong or not isinstance(self.program, FileProgram) or not self.program.has_accuracy:

@@ -52,7 +52,6 @@ class Program:
     draw: Callable[[int, int], Any]
     reference: Callable[[Any, Any], Any] | None = None
     divide: str = "none"
-    has_dropout: bool = False
     trains_given: bool = False  # whether what a step is given besides networks is trained, as by functional_call
     drawn: dict[Batch, Any] = field(default_factory=dict)
 

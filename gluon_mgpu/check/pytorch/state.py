@@ -28,7 +28,7 @@ class State:
         self.tensors: dict[str, Tensor] = {}  # parameters, buffers, and what the step is given
         self.others: dict[str, Tensor | np.ndarray] = {}  # arrays in attributes, closures and global variables
         self.numbers: dict[str, float] = {}
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: list[tuple[str, Optimizer]] = []
         self.networks: list[tuple[str, nn.Module]] = []
         self._known: dict[int, Any] = {}  # the arrays
         in_nests = {id(value) for _, value in reachable([((), given)], _in_nests)}
@@ -49,9 +49,9 @@ class State:
                 self._add(self.others, name, value)
             elif isinstance(value, float):
                 self._add(self.numbers, name, value)
-            elif isinstance(value, Optimizer) and not any(value is other for other in self.optimizers):
-                self.optimizers.append(value)
-        for i, optimizer in enumerate(self.optimizers):
+            elif isinstance(value, Optimizer) and not any(value is other for _, other in self.optimizers):
+                self.optimizers.append((name, value))
+        for i, (_, optimizer) in enumerate(self.optimizers):
             for j, p in enumerate(_params(optimizer)):
                 self._add(self.tensors, f"optimizer {i}[{j}]", p)
 
@@ -93,13 +93,25 @@ class State:
     def soft(self) -> list[str]:
         """The tensors that are no parameters or buffers, and that no optimizer updates."""
         own = [a for m in self.modules for a in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-        own += [p for optimizer in self.optimizers for p in _params(optimizer)]
+        own += [p for _, optimizer in self.optimizers for p in _params(optimizer)]
         known = {id(a) for a in own} | {id(a) for a in self.tensors.values() if a.requires_grad}
         return [name for name, a in self.tensors.items() if known and id(a) not in known]
 
     def read(self) -> Arrays:
         """Copies of the tensors in float64, with those that are divided among the processes gathered."""
         return {name: array_of(a) for name, a in self.tensors.items()}
+
+    def of_optimizers(self) -> Arrays:
+        """Copies of what the optimizers keep for each parameter."""
+        names, found = {id(a): name for name, a in self.tensors.items()}, Arrays()
+        for name, optimizer in self.optimizers:
+            kept = [
+                (names.get(id(p)), key, value) for p, of_p in optimizer.state.items() for key, value in of_p.items()
+            ]
+            found |= {
+                f"{name}.state[{p}].{key}": array_of(value) for p, key, value in kept if isinstance(value, Tensor)
+            }
+        return found
 
     def marks(self) -> dict[str, Any]:
         """What tells whether the other arrays and the numbers have changed."""

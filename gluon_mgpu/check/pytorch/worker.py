@@ -58,7 +58,7 @@ class Worker:
     options: Options
     events: Sequence[Sequence[Sequence[Event]]] = ()  # for each step: what each of several processes noted in it
     probe: bool = False  # find the examples whose gradients a step computes
-    trace: bool = False  # note what each module computes
+    trace: bool = False  # note what each module computes, and what optimizers keep
 
     def take_steps(self, send: Send) -> None:
         """Send a `Start`, and a `Taken` for each step."""
@@ -93,7 +93,7 @@ class Worker:
         self.given = self.program.make(self.rank, self.world)
         self.state = self._find_state()
         modules = self.state.modules
-        is_switched = not self.program.has_dropout and switch_dropout_off(modules)
+        is_switched = switch_dropout_off(modules)
         named = self.state.named_modules()
         normalized = {name: m for name, m in named.items() if isinstance(m, BatchNorm) and m.training}
         normalized = {name: m for name, m in normalized.items() if not is_synced(m)}
@@ -165,7 +165,7 @@ class Worker:
             changes=[changes],
             grads=[{name: np.stack(watch.grads[p]) for name, p in tensors.items() if p in watch.grads}],
             losses=losses if len(losses) == 1 else [np.zeros(0)],
-            rest=[{**self.state.changed(self.marks), **soft}],
+            rest=[self.state.of_optimizers() if self.trace else {**self.state.changed(self.marks), **soft}],
             rates=[watch.rates],
             raw=[watch.raw],
         )
