@@ -24,7 +24,7 @@ from mxnet.ndarray import NDArray
 import gluon_mgpu.check.judge as judge
 import gluon_mgpu.check.reached as reached
 from gluon_mgpu.check.accuracy import accuracy
-from gluon_mgpu.check.arrays import ROUNDING, equal_losses, fitted_weights, is_close, listed, norm, only
+from gluon_mgpu.check.arrays import ROUNDING, equal_losses, fitted_weights, is_same, listed, norm, only
 from gluon_mgpu.check.driver import AS_WRITTEN, Arrays, Claim, Driver, Facts, Options, Session, Shards, StepResult
 from gluon_mgpu.check.driver import changes as changes_of
 from gluon_mgpu.check.evidence import usual_parts
@@ -373,7 +373,7 @@ class MXNet(Driver):
             whole, *of_parts = (steps[0].modules[0][name] for steps in alone)
             right = [*of_parts, np.mean(of_parts, axis=0), whole]  # the whole batch's, if it is synchronized
             found = [arrays[name] for arrays in several[0].modules]
-            if not all(any(is_close(a, b, 1e-4 * norm(b)) for b in right) for a in found):
+            if not all(any(is_same(a, b, 1e-4 * norm(b)) for b in right) for a in found):
                 wrong.append(name)
         reason = f"the running statistics ({listed(wrong)}) are neither those of a device's examples nor an average of "
         return reason + "these; average them over the devices, or leave them as they are" if wrong else ""
