@@ -308,6 +308,9 @@ def other_replicas(e: Evidence) -> str:
     if right:
         advice = "update each with the sum, in the same way"
         return f"only the step of {', '.join(right)} is right ({listed(e.replicas)}); {advice}"
+    params = e.sides.one.facts.params
+    if params and not {*e.replicas} & {*params}:
+        return f"after a step, {listed(e.replicas)} differ between the {e.units}; compute them from all examples"
     return f"after a step, the replicas have different parameters ({listed(e.replicas)}); {e.driver.advice['replicas']}"
 
 
@@ -444,8 +447,10 @@ def unknown(e: Evidence) -> str:
         advice = "no rounding is as small, but an optimizer like Adam hides factors: look for scaling, or for clipping "
         advice += "by another norm"
     elif error < SMALL:
-        advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
-        advice += "keep float32 until the sum is complete"
+        advice = (
+            "an error as small may be rounding (to float16, bfloat16 or 8 bits) before the sum, or a term of the loss, "
+        )
+        advice += "such as a penalty, that is a mean over a shard"
     elif e.terms.adds_up:
         advice = "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
         advice += "others without gradients"

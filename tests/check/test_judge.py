@@ -162,7 +162,7 @@ def test_each_cause_is_found_by_its_own_row_of_the_table(cause, monkeypatch):
     assert function is cause and report.status == judge.DIFFERENT and report.claims[claim]
 
 
-@pytest.mark.parametrize("size, words", [(1e-2, "the errors scatter"), (0.5, "if all else is right")])
+@pytest.mark.parametrize("size, words", [(1e-2, "rounding"), (0.5, "if all else is right")])
 def test_errors_that_nothing_explains_are_told_by_their_size(size, words):
     report = judge.compare(Regression(summed(after=scattered(size))), (2,))
     assert words in report.claims["update"]
