@@ -17,6 +17,7 @@ from gluon_mgpu.check.arrays import (
     are_means,
     differing,
     distance,
+    equal_losses,
     fitted_weights,
     flat,
     listed,
@@ -227,6 +228,14 @@ class Evidence:
         return "the update" + places(self.terms.elements, self.terms.whole, self.every)
 
     @property
+    def what_is_no_sum(self) -> str:
+        """What a loss may have that depends on other examples, and what to do."""
+        return (
+            "it may have a mean over tokens, weights, a choice of examples, negatives of others, or statistics of a "
+            f"shard; add numerators and denominators over the {self.units}, or gather what it needs, with gradients"
+        )
+
+    @property
     def beginning(self) -> str:
         """Where it begins to be wrong, as the end of a sentence."""
         return self.driver.begins(self.k, self.batches, replace(self.options, shards=self.shards))
@@ -296,8 +305,18 @@ def own_gradients(e: Evidence) -> str:
 
 def other_losses(e: Evidence) -> str:
     """The step returns a loss for each example, but not that of the example."""
-    several, one, *_ = e.steps
-    return wrong_losses(several.losses, one.losses, e.size)
+    several, one, *alone = e.steps
+    reason = wrong_losses(several.losses, one.losses, e.size)
+    if not reason:
+        return ""
+    expected, lengths = np.concatenate(one.losses).ravel(), [a.size for a in several.losses]
+    if not wrong_losses(several.losses, [a for step in alone for a in step.losses], e.size):
+        return f"the loss of an example depends on the other examples of its {e.unit}: {e.what_is_no_sum}"
+    if lengths == e.sizes:
+        equal = [equal_losses(a.ravel(), expected[[*part]]) for a, part in zip(several.losses, e.parts)]
+        others = ", ".join(device for device, is_equal in zip(e.devices, equal) if not is_equal)
+        return reason if not any(equal) else reason.replace("the losses", f"the losses of {others}")
+    return reason
 
 
 def other_replicas(e: Evidence) -> str:
@@ -308,6 +327,9 @@ def other_replicas(e: Evidence) -> str:
     if right:
         advice = "update each with the sum, in the same way"
         return f"only the step of {', '.join(right)} is right ({listed(e.replicas)}); {advice}"
+    params = e.sides.one.facts.params
+    if params and not {*e.replicas} & {*params}:
+        return f"after a step, {listed(e.replicas)} differ between the {e.units}; compute them from all examples"
     return f"after a step, the replicas have different parameters ({listed(e.replicas)}); {e.driver.advice['replicas']}"
 
 
@@ -327,6 +349,13 @@ def not_finite_update(e: Evidence) -> str:
     """The update is nan or infinite."""
     names = [name for name in e.terms.wrong if not np.isfinite(e.terms.worst[name]).all()]
     return f"the update is not finite ({listed(names)})" if names else ""
+
+
+def frozen_on_one(e: Evidence) -> str:
+    """What is wrong does not change on one device."""
+    if any(e.terms.whole[name].any() for name in e.terms.wrong):
+        return ""
+    return f"{listed(e.terms.wrong)} changes on {e.k} {e.units}, but not on one; freeze it on any number, or on none"
 
 
 def clipped_alone(e: Evidence) -> str:
@@ -395,9 +424,7 @@ def a_loss_that_is_no_sum(e: Evidence) -> str:
         return ""
     return (
         f"{e.update} differs: on one {e.unit}, the gradients of the shards do not add up to those of the batch, so the "
-        "loss is no sum over examples: it may have a mean over tokens, weights, a choice of examples, negatives of "
-        f"others, or statistics of a shard; add numerators and denominators over the {e.units}, or gather what it "
-        f"needs, with gradients{e.beginning}"
+        f"loss is no sum over examples: {e.what_is_no_sum}{e.beginning}"
     )
 
 
@@ -440,19 +467,25 @@ def labels_of_others(e: Evidence) -> str:
 def unknown(e: Evidence) -> str:
     """None of the above."""
     error, name = e.terms.largest_error
-    if error < 1e-4 and e.sides.precision == "float64":
-        advice = "no rounding is as small, but an optimizer like Adam hides factors: look for scaling, or for clipping "
-        advice += "by another norm"
-    elif error < SMALL:
-        advice = "the errors scatter by element, as with float16, bfloat16 or 8-bit numbers; "
-        advice += "keep float32 until the sum is complete"
-    elif e.terms.adds_up:
-        advice = "if all else is right, look for clipping or weight decay before the sum, or for what is gathered from "
-        advice += "others without gradients"
-    else:
+    is_exact = e.sides.precision == "float64"
+    by, advice = (
+        f"{error:.0%}",
+        "look for clipping or weight decay before the sum, or for what is gathered from others ",
+    )
+    advice += "without gradients"
+    if error < SMALL:
+        by, found = f"{error:.1g}", ["a term of the loss, such as a penalty, that is a mean over a shard"]
+        if error > 1e-4 or not is_exact:
+            found.append("rounding before the sum (to float16, bfloat16 or 8 bits)")
+        if is_exact and e.sides.one.facts.adaptive:
+            found.append("scaling, or clipping by another norm, which an optimizer like Adam nearly hides")
+        advice = f"look for {', or for '.join(found)}"
+    elif not e.terms.adds_up:
         advice = f"on one {e.unit}, the updates of the shards do not add up to that of the batch; look for a mean, a "
-        advice += "weight, statistics or negatives of a shard, and for clipping or weight decay before the sum"
-    by = f"{error:.1g}" if error < SMALL else f"{error:.0%}"
+        advice += (
+            "weight, statistics or negatives of a shard, for clipping or weight decay before the sum, or for what is "
+        )
+        advice += "gathered from others without gradients"
     return f"{e.update} differs from that of one {e.unit}, by {by} for {name}; {advice}{e.beginning}"
 
 
@@ -468,6 +501,7 @@ CAUSES = (  # (the claim that does not hold, the cause); a cause assumes that th
     ("replicas", other_statistics),
     ("update", left_by_earlier_steps),
     ("update", not_finite_update),
+    ("update", frozen_on_one),
     ("update", clipped_alone),
     ("update", means_of_uneven_shards),
     ("update", a_multiple),

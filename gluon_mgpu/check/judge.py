@@ -230,6 +230,8 @@ class Comparison:
             claim, reason = self._judged(i)
             if reason and self.even and i == reference.steps:
                 self._note(f"warning: uneven batches are wrong: {reason}")
+            elif reason and i == reference.steps and "different sizes" not in reason:
+                return claim, f"only with uneven batches ({reference.sizes[i]} examples): {reason}"
             elif reason:
                 return claim, reason
         if steps < len(reference.sizes):
@@ -243,8 +245,7 @@ class Comparison:
         reference, several, sides = self.reference, self.sides.several, self._sides(i)
         uneven = i == reference.steps
         if len(several.steps) <= i:
-            only = f"only with uneven batches ({reference.sizes[i]} examples): " if uneven else ""
-            return "compared" if several.late else "several", only + several.failure
+            return "compared" if several.late else "several", several.failure
         here, there = sides.step(i)
         wrong = sides.wrong(here, there)
         losses = wrong_losses(here.losses, there.losses, reference.sizes[i])

@@ -522,6 +522,16 @@ def first_half_only(state, part):
     trainer.zero_grad()
 
 
+def frozen_on_one(state, part):
+    net, trainer = state
+    net[0].requires_grad_(dist.get_world_size() > 1)
+    trainer.zero_grad()
+    loss_of(net, part).backward()
+    if dist.get_world_size() > 1:
+        summed(net)
+    trainer.step()
+
+
 class Decaying(torch.optim.SGD):
     """The weight decay of each process is summed."""
 
@@ -645,6 +655,7 @@ WRONG = {
     "gradients that one process adds up": (ddp, zeroed_by_others, EVEN, "zero_grad"),
     "a queue of own inputs": (made(partial(DDP, broadcast_buffers=False), layer=Queue), plain, EVEN, "own statistics"),
     "only the first half is summed": (made(sharded), first_half_only, EVEN, "uses only examples 0 to 5 of 12"),
+    "a layer that is frozen on one": (alone, frozen_on_one, EVEN, "but not on one"),
     "a climb of each process": (ddp, climbing, EVEN, "before the sum"),
     "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }

@@ -88,6 +88,19 @@ def first_places(w, Xs, ys):
     return [X[:used].T @ (X[:used] @ w - y[:used]) / n] * len(Xs), []
 
 
+def losses_of_others_on_the_last(w, Xs, ys):
+    grads, losses = losses_of_others(w, Xs, ys)
+    losses = [a - len(Xs) for a in losses[:-1]] + losses[-1:] if len(Xs) > 1 else [losses[0] - 1]
+    return grads, losses
+
+
+def losses_in_relation(w, Xs, ys):
+    """The loss of an example in relation to those of its device."""
+    grads, losses = losses_of_others(w, Xs, ys)
+    losses = [a - len(Xs) for a in losses]
+    return grads, [a / a.mean() for a in losses]
+
+
 def needs_whole_batches(w, Xs, ys):
     assert sum(map(len, Xs)) > 10, "a batch is too small"
     return [sum(gradients(w, Xs, ys)) * len(Xs)] * len(Xs), []
@@ -162,10 +175,18 @@ def test_each_cause_is_found_by_its_own_row_of_the_table(cause, monkeypatch):
     assert function is cause and report.status == judge.DIFFERENT and report.claims[claim]
 
 
-@pytest.mark.parametrize("size, words", [(1e-2, "the errors scatter"), (0.5, "if all else is right")])
+@pytest.mark.parametrize("size, words", [(1e-2, "rounding"), (0.5, "look for clipping")])
 def test_errors_that_nothing_explains_are_told_by_their_size(size, words):
     report = judge.compare(Regression(summed(after=scattered(size))), (2,))
     assert words in report.claims["update"]
+
+
+@pytest.mark.parametrize(
+    "step, words",
+    [(losses_of_others_on_the_last, "losses of device 1 are"), (losses_in_relation, "other examples of its device")],
+)
+def test_it_is_said_whose_losses_are_wrong_and_what_they_depend_on(step, words):
+    assert words in judge.compare(Regression(lambda: step), (2,)).claims["losses"]
 
 
 def test_a_device_whose_gradients_are_not_used_is_named():

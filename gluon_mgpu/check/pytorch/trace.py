@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,11 @@ def first_difference(several: Sequence[Sequence[Event]], one: Sequence[Event]) -
 
 
 def _difference(events: Sequence[Event], one: Sequence[Event], process: int) -> str:
+    calls, its_calls = (Counter(event.module for event in side if isinstance(event, Output)) for side in (events, one))
+    if others := [module for module in {**its_calls, **calls} if calls[module] != its_calls[module]]:
+        module = min(others, key=lambda module: module.count("."))  # the outermost
+        numbers = f"{calls[module]} times, and one process {its_calls[module]} times"
+        return f"; process {process} calls `{module}` {numbers}"
     rows = dict[int, np.ndarray]()  # of outputs: where on one process
     factor = None  # between the gradients of a backward pass, such as the number of processes
     for i, (mine, its) in enumerate(zip(events, one)):
@@ -105,8 +111,10 @@ def _difference(events: Sequence[Event], one: Sequence[Event], process: int) -> 
         if isinstance(mine, Output) and isinstance(its, Output):
             factor, rows[i] = None, found_again(mine.output, its.output)
             if (rows[i] < 0).any():
-                same = "the same input, another output"
-                what = same if _has_inputs(mine, its) else "no example on one process has its input"
+                is_same = _has_inputs(mine, its)
+                if not is_same and len(rows) == 1:  # the rows of the batch itself are divided
+                    return ""
+                what = "the same input, another output" if is_same else "no example on one process has its input"
                 return f"; it differs first in `{mine.module}` ({what}, on process {process})"
         elif isinstance(mine, Gradient) and isinstance(its, Gradient):
             grad, expected = mine.grad, its.grad[rows[mine.number]]
