@@ -26,7 +26,7 @@ from gluon_mgpu.check.arrays import (
     wrong_losses,
     wrong_split,
 )
-from gluon_mgpu.check.driver import UNITS, Claim, Driver, Options, Session, Shards
+from gluon_mgpu.check.driver import UNITS, Claim, Driver, Options, Session, Shards, StepResult
 from gluon_mgpu.check.evidence import CAUSES, LEFT, Evidence, usual_parts
 from gluon_mgpu.check.sides import Sides
 
@@ -368,7 +368,8 @@ class Comparison:
         for text, options in self.driver.stress().items():
             several = self.driver.run(self.k, batches, replace(options, double=True))
             one = self.driver.run(1, batches, replace(options, double=True, shards=self.shards[: len(batches)]))
-            if several.late or len(one.steps) < len(batches) or not_finite(one.steps):
+            updates = [StepResult(step.changes) for step in one.steps]  # the step may skip what is not finite
+            if several.late or len(one.steps) < len(batches) or not_finite(updates):
                 continue
             if len(several.steps) < len(batches):
                 yield "several", f"{text}: {several.failure}"

@@ -7,8 +7,9 @@ and what `split_and_load`, `allreduce` and `evaluate_accuracy` do when they are 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import Error, UsageError
 from gluon_mgpu.training import lessons
 from gluon_mgpu.training.config import LESSONS, Config
-from gluon_mgpu.training.models import ArrayModel, GluonModel, create_model, read_arrays
+from gluon_mgpu.training.models import RUNNING_STATS, ArrayModel, GluonModel, create_model, read_arrays
 from gluon_mgpu.training.seeds import restored_afterward, seed_generators
 from gluon_mgpu.training.watch import code_of, noting_calls
 from gluon_mgpu.training.workers import Group
@@ -46,6 +47,10 @@ LR = 0.7  # not 1, so that a power of it is another number
 STEPS = 2
 CREATE = ("zeros", "ones", "full", "array", "arange", "linspace", "eye", "one_hot")
 DRAW = ("normal", "uniform", "randn")
+STRESS = {
+    "with larger inputs": Options(scale=100.0),
+    "if one device gets numbers that are not finite": Options(scale=math.nan),
+}
 CAST = ("cast", "Cast", "amp_cast")
 
 
@@ -101,9 +106,8 @@ def _codes(function: Any) -> list[Any]:
 
 class MXNet(Driver):
     """The driver. ctx: the most devices. extra: how many examples make a batch uneven; 0: all batches are even. called:
-    what the steps have called. examples: how many a step on several had on each device. sums: how often it has called
-    `allreduce`, and how many arrays there are. compresses: whether the Trainer compresses gradients. placed: what is
-    wrong with the places of the replicas. done: what has run of the file's functions.
+    what the steps have called. examples: how many a step on several had on each device. hints: what is odd about it.
+    placed: what is wrong with the places of the replicas. done: what has run of the file's functions.
     """
 
     divides = "split_and_load"
@@ -129,8 +133,7 @@ class MXNet(Driver):
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
         lessons.describe(lesson).check_settings(self.as_trained)
-        self.called, self.examples, self.sums, self.placed = set[CodeType](), Counter[Context](), (0, 0), ""
-        self.compresses = False
+        self.called, self.examples, self.hints, self.placed = set[CodeType](), Counter[Context](), list[str](), ""
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
@@ -190,7 +193,7 @@ class MXNet(Driver):
 
     def _take_steps(self, session: Session, model: Any, batches: Sequence[Any], options: Options, lr: float) -> None:
         dtype, is_several = "float64" if options.double else "float32", len(model.ctx) > 1
-        data = [(nd.array(X, dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
+        data = [(nd.array(_scaled(X, options.scale), dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
         self._prepare(model, data[0], lr, session.facts)
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
@@ -199,16 +202,19 @@ class MXNet(Driver):
             net.apply(_refuse_synchronized)
         rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
         written, session.kept = _arrays(model), rest()
-        given = spread(written[0])
+        own = getattr(model, "parameters", written[0])  # without those of other networks
+        given = {**written[0], **spread({name: a for name, a in written[0].items() if name in own})}
         # what differs between devices, or from one device, still does
         session.start = [{name: given[name] + (a - written[0][name]) for name, a in of.items()} for of in written]
+        session.facts.params = [name for name in given if name not in model.running_stats]
         if is_several and not options.double:
             self.placed = self._misplaced(model)
         model.load(given)
         grads = _noted_gradients(model) if trainer else []
+        calls = Counter[CodeType]()
         for i, (X, y) in enumerate(data):
             seed_generators(1000 * options.seed + i)
-            before, examples, calls = _arrays(model), Counter[Context](), Counter[CodeType]()
+            before, examples = _arrays(model), Counter[Context]()
             if options.shards and not is_several:
                 model.net = _ByShard(net, options.shards[i])
             with self._watched(model.lesson, examples, calls), reached.traced(self.done):
@@ -225,8 +231,7 @@ class MXNet(Driver):
             grads.clear()
             if is_several:
                 self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-                sums = sum(count for code, count in calls.items() if code.co_name == "allreduce")
-                self.sums = sums, len(before[0])
+                self.hints = _hints(calls, i + 1, len(before[0]), getattr(trainer, "_compression_params", None))
 
     @contextmanager
     def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[CodeType]) -> Iterator[None]:
@@ -254,8 +259,8 @@ class MXNet(Driver):
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
                 facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
-        self.compresses = bool(model.trainer._compression_params)
-        model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in model.ctx]
+        parameters = {**_of_other_networks(model, batch[0].dtype), **model.parameters}
+        model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
 
     @staticmethod
     def _step(model: Any, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -268,10 +273,10 @@ class MXNet(Driver):
         return reached.missed(self.done)
 
     def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:
-        sums, arrays = self.sums
-        hints = [f"a step calls allreduce {sums} times, for {arrays} arrays: sum each once"] * (sums > arrays)
-        hints += ["the Trainer compresses gradients (compression_params)"] * self.compresses
-        return "".join(f"; {hint}" for hint in hints)
+        return "".join(f"; {hint}" for hint in self.hints)
+
+    def stress(self) -> Mapping[str, Options]:
+        return STRESS
 
     def checks(self, k: int, is_wrong: bool, note: Callable[[str], None]) -> Iterator[Claim]:
         yield "devices", self.placed or self._idle(k) or self._divided_alike(k)
@@ -389,6 +394,11 @@ class MXNet(Driver):
         return accuracy(lambda batches: several.evaluate_accuracy(iter(batches)), net, parts, nd.array)
 
 
+def _scaled(X: np.ndarray, scale: float) -> np.ndarray:
+    """Images times a number or, if it is not finite, with this number as the last one."""
+    return X * np.float32(scale) if np.isfinite(scale) else np.concatenate([X[:-1], np.full_like(X[-1:], scale)])
+
+
 def spread(arrays: Arrays) -> Arrays:
     """Parameters that are larger than a lesson's, from which each example has its own loss and gradient."""
     rng, found = np.random.default_rng(0), {}
@@ -409,10 +419,39 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
 
 
+def _hints(calls: Counter[CodeType], steps: int, arrays: int, compression: Any) -> list[str]:
+    """What may be wrong with sums in some steps on several devices. calls: how often they have called what. arrays: how
+    many there are. compression: of the Trainer."""
+    times, hints = Counter[str](), list[str]()
+    for code, count in calls.items():
+        times[code.co_name] += count
+    if times["allreduce"] > steps * arrays:
+        count = times["allreduce"] // steps
+        hints.append(f"a step calls allreduce {count} times, for {arrays} arrays: sum each once")
+    sums, updates = times[gluon.Trainer._allreduce_grads.__name__], times[gluon.Trainer._update.__name__]
+    if sums > updates > 0:
+        hints.append(f"the Trainer sums gradients {sums} times for {updates} updates: sum once, before each update")
+    if compression:
+        hints.append("the Trainer compresses gradients (compression_params)")
+    return hints
+
+
 def _refuse_synchronized(block: gluon.Block) -> None:
     """On one device, such a layer would wait forever for the number of devices with which it was created."""
     if isinstance(block, gluon.contrib.nn.SyncBatchNorm):
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
+
+
+def _of_other_networks(model: GluonModel, dtype: type) -> dict[str, gluon.Parameter]:
+    """The parameters of networks in the file's variables, such as a critic, which get this type."""
+    found = dict[str, gluon.Parameter]()
+    for name, block in vars(model.lesson).items():
+        if isinstance(block, gluon.Block):
+            block.cast(dtype)
+            found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items()}
+    known = {*model.parameters.values()}
+    others = {name: p for name, p in found.items() if p not in known and not name.endswith(RUNNING_STATS)}
+    return {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
 
 
 def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:
@@ -470,8 +509,13 @@ def _in_double(facts: Facts) -> Iterator[None]:
 
     def drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
         def in_float32(*args: Any, **options: Any) -> Any:
+            out = options.get("out")
+            if out is not None and out.dtype == np.float64:
+                options["out"] = nd.empty(out.shape, out.context, "float32")
+                draw(*args, **options).copyto(out)
+                return out
             array = draw(*args, **options)
-            return array if "out" in options or array.dtype != np.float32 else array.astype("float64")
+            return array.astype("float64") if array.dtype == np.float32 and out is None else array
 
         return in_float32
 
@@ -480,6 +524,7 @@ def _in_double(facts: Facts) -> Iterator[None]:
             (nd, CREATE, created),
             (mx.optimizer.optimizer, ("zeros",), created),
             (nd.random, DRAW, drawn),
+            (mx.random, DRAW, drawn),
             (nd, CAST, cast),
             (NDArray, ("astype",), cast),
         ):

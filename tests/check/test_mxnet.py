@@ -84,6 +84,19 @@ DECAY = """    for p in net.collect_params(".*weight").values():
         for a, g in zip(p.list_data(), p.list_grad()):
             g += 2 * a
 """
+SKIP = """    for params, shard_losses in zip(device_params, losses):
+        if np.isnan(shard_losses.asnumpy()).any():
+            continue
+        sgd(params, lr, X.shape[0])
+"""
+CRITIC = """    critic.initialize(ctx=ctx)
+    trainers.append(gluon.Trainer(critic.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=KVSTORE))
+    trainer = gluon"""
+OF_CRITIC = (
+    ("loss = gluon", "critic, trainers = nn.Dense(1, in_units=10), []\nloss = gluon"),
+    ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
+    (STEP, f"    trainers[0].step(X.shape[0])\n{STEP}"),
+)
 TREE = """    distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -218,6 +231,16 @@ WRONG = {
         "running statistics",
     ),
     "Gluon, weight decay of each device": ((highlevel, (STEP, DECAY + STEP)), "update", "multiple of the parameters"),
+    "a device skips its update": (
+        (scratch, ("import mxnet as mx\n", "import mxnet as mx\nimport numpy as np\n"), (UPDATE, SKIP)),
+        "update",
+        "not finite",
+    ),
+    "Gluon, a critic whose Trainer sums nothing": (
+        (highlevel, *OF_CRITIC, ("    trainer = gluon", CRITIC.replace("KVSTORE", "None"))),
+        "sum",
+        "own gradients for critic",
+    ),
     "Gluon, compressed gradients": (
         (highlevel, (TRAINER, "compression_params={'type': '2bit', 'threshold': 0.5}")),
         "update",
@@ -245,6 +268,7 @@ RIGHT = {
     "Adam": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adam", {"learning_rate": 0.001}')), []),
     "AdaGrad": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adagrad", {"learning_rate": 0.01}')), []),
     "one-hot labels": ((scratch, (LOSS, "-(nd.one_hot(y, 10) * nd.log_softmax(y_hat)).sum(axis=1)")), []),
+    "a critic": ((highlevel, *OF_CRITIC, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))), []),
     "gradients in float16": (
         (highlevel, (STEP, IN_FLOAT16 + STEP)),
         ["in float64, without the rounding of float16"],
