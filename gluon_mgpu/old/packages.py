@@ -1,4 +1,4 @@
-"""Versions of packages that old programs were written for: NumPy 1.24, pandas 2 and Pillow 10 removed names that they use."""
+"""Versions of packages that old programs were written for: newer NumPy, pandas and Pillow lack names that they use."""
 
 from __future__ import annotations
 
