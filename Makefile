@@ -87,7 +87,7 @@ $(DEV_INSTALLED): $(INSTALLED)
 	@$(SET_UP) dev $@
 
 # The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. uv
-# knows where the CPU build is.
+# knows where the CPU build is, unless the index that pip is configured for has it.
 TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cpu')
 torch: install  ## install PyTorch's CPU build (190 MB to download)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \
