@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import stat
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -95,19 +93,6 @@ def lock(folder: str | Path, name: str) -> int:
         if isinstance(error, BlockingIOError):
             raise UsageError(name, folder, "another process is writing to this folder; wait until it exits") from None
         raise Error(f"{setting(name, folder)}: cannot lock the folder ({error.strerror}); use another folder") from None
-
-
-def read_decompressed(path: str | Path, limit: int) -> bytes:
-    """Read a file, and decompress it if it is a gzip file. limit: number of bytes to read at most.
-
-    Raises Error if it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            return (gzip.GzipFile(fileobj=file) if is_compressed else file).read(limit)
-    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
-        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
 
 
 def read(path: str | Path) -> bytes:
