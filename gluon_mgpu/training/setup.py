@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet
@@ -23,7 +22,7 @@ from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import SETTINGS, Config
 from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.loop import Setup
-from gluon_mgpu.training.models import Model, model_of, read_arrays
+from gluon_mgpu.training.models import MODELS, Model, read_arrays
 from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState
@@ -54,10 +53,10 @@ def set_up(
         recorded.check_data(data, details["data_digest"], config.data_dir)
     if group.size > 1:
         group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
-    shape, classes = details["image_shape"], details["classes"]
-    warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
+    warning = _compare_with_one_device(lesson, ctx, config, data)
     seed_generators(seed)
-    model = model_of(lesson, ctx, config, shape, classes, exactly=data.name != "own")
+    model = MODELS[lesson.family](lesson, ctx, config, data.image_shape)
+    model.check_scores(data.classes, exactly=data.name != "own")
     state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
     if recorded:
         _restore(model, state, recorded, config, lesson)
@@ -93,13 +92,11 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
     }
 
 
-def _compare_with_one_device(
-    lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int
-) -> str:
+def _compare_with_one_device(lesson: Lesson, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if len(ctx) == 1 or not lesson.is_own:
         return ""
-    report = compare_lesson(lesson.module, ctx, config, image_shape, classes, own_trainer=False)
+    report = compare_lesson(lesson.module, ctx, config, data.image_shape, data.classes, own_trainer=False)
     if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
         log.say(f"{lesson.name} {report.line}{without}")
