@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 import re
 import shlex
@@ -198,7 +199,8 @@ def _write_feedback(folder: str, graded: Graded) -> Error | None:
     names: dict[str, str] = {}  # {student: file}
     for student in (_student(answer) for answer, _ in graded):
         name = re.sub(r"[^\w.-]+", "_", student).strip("._") or "student"
-        names.setdefault(student, f"{name}-{len(names)}" if name in names.values() else name)
+        free = (f"{name}-{n}" if n else name for n in itertools.count())
+        names.setdefault(student, next(name for name in free if name not in names.values()))
     last = _student(graded[-1][0])
     reports = [
         f"{log.printable(answer.label)}: {log.printable(answer.problem or mistake.case)}"

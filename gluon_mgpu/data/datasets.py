@@ -104,7 +104,12 @@ class Dataset(NamedTuple):
 
         Exceptions: see `own`.
         """
-        return Dataset(self.name, *own_data.checked(*self[1:5]), self.source)
+        data = Dataset(self.name, *own_data.checked(*self[1:5]), self.source)
+        for name, labels in (("train_labels", data.train_labels), ("test_labels", data.test_labels)):
+            if labels.max() >= data.classes:
+                advice = f"{self.name} has {data.classes} classes, counted from 0; pass other data as datasets.own"
+                raise UsageError(name, int(labels.max()), advice)
+        return data
 
     def first(self, limit: int | None) -> Dataset:
         """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.

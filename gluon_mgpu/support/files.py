@@ -13,6 +13,7 @@ from typing import BinaryIO
 from gluon_mgpu.support.errors import Error, UsageError, setting
 
 PART = ".part"  # suffix of a file that is being written
+SHORT = 40  # characters of a name, which may be as long as the file system allows
 
 
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -42,7 +43,7 @@ def write_in(folder: int, name: str, write: Callable[[BinaryIO], object]) -> Non
     folder: its file descriptor. The new file has the permissions of the one that it replaces. Raises OSError if writing
     fails.
     """
-    temporary = f".{name}.{os.getpid()}{PART}"
+    temporary = f".{name[:SHORT]}.{os.getpid()}{PART}"
     try:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)

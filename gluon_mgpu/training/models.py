@@ -174,8 +174,8 @@ class Model(ABC):
 class ArrayModel(Model):
     """device_params: one list of parameters per device, as in `scratch`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        super().__init__(lesson, ctx, config, image_shape)
         params = self._call("init_params")
         self.device_params = [self._call("get_params", params, c) for c in self.ctx]
         self.names = _array_names([param.ndim for param in params])
@@ -211,9 +211,8 @@ class GluonModel(Model):
     """lesson_net: the network as the lesson writes it, with all its replicas. net: the network that computes, which is
     the same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        config, ctx = self.config, self.ctx
+    def __init__(self, lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        super().__init__(lesson, ctx, config, image_shape)
         self.network = registry.get(config.model)
         self.lesson_net = self.net = self._create_net()
         if config.tune:

@@ -26,7 +26,7 @@ from gluon_mgpu.training.models import MODELS, Model, read_arrays
 from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState
-from gluon_mgpu.training.step import assemble
+from gluon_mgpu.training.step import Step, assemble
 from gluon_mgpu.training.watch import naming_what_is_not_saved, naming_what_it_does_not_call
 from gluon_mgpu.training.workers import Group
 
@@ -43,16 +43,9 @@ def set_up(
     draws_seed = config.seed is None
     seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
     config = dataclasses.replace(config, impl=lesson.full_name, seed=seed)
-    if data is None:
-        data = datasets.load(config.dataset, config.data_dir, config.limit, seed)
-    else:
-        data = data.first(config.limit)
-    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+    data = data.first(config.limit) if data else datasets.load(config.dataset, config.data_dir, config.limit, seed)
     details = _details(ctx, data, group)
-    if recorded:
-        recorded.check_data(data, details["data_digest"], config.data_dir)
-    if group.size > 1:
-        group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
+    _check_data(data, details["data_digest"], recorded, config, ctx, group)
     warning = _compare_with_one_device(lesson, ctx, config, data)
     seed_generators(seed)
     model = MODELS[lesson.family](lesson, ctx, config, data.image_shape)
@@ -68,14 +61,34 @@ def set_up(
     run = Run(config, details, recorded.position if recorded else Position(), {})
     if recorded:
         _say_what_changed(recorded, run)
-    is_assembled = group.size > 1 or config.shares is not None
-    step = assemble(model, group) if is_assembled else model.step
-    if lesson.is_own and not warning:
+    step = _step(model, lesson, state, group, names_calls=not warning)
+    return Setup(run, data, model, step, group, state, warning)
+
+
+def _check_data(
+    data: Dataset, digest: str, recorded: Run | None, config: Config, ctx: list[Context], group: Group
+) -> None:
+    """Raise UsageError if a step would have too few examples, or if the recorded run or a worker has other data."""
+    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+    if recorded:
+        recorded.check_data(data, digest, config.data_dir)
+    if group.size > 1:
+        group.agree({"the digest of the data": digest[:8]}, "start all workers with the same data")
+
+
+def _step(model: Model, lesson: Lesson, state: LessonState | None, group: Group, names_calls: bool) -> Step:
+    """The function that takes a step. For your own lesson, its first calls name what may be a mistake.
+
+    names_calls: also name the functions that a step does not call.
+    """
+    config = model.config
+    step = assemble(model, group) if group.size > 1 or config.shares else model.step
+    if lesson.is_own and names_calls:
         built = ["lenet"] if lesson.family == "highlevel" and config.model == "lenet" else []
         step = naming_what_it_does_not_call(step, lesson, built)
     if lesson.is_own and (config.out or config.resume):
         step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
-    return Setup(run, data, model, step, group, state, warning)
+    return step
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:

@@ -37,16 +37,16 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     errors do, too.
     """
     given = inspect.signature(Config).bind(*values, **options).arguments
-    lesson, data = given.get("impl"), given.get("dataset")
-    if isinstance(lesson, ModuleType):
+    lesson = data = None
+    if isinstance(given.get("impl"), ModuleType):
+        lesson = given["impl"]
         given["impl"] = lessons.name_of(lesson)
-    if isinstance(data, Dataset):
-        data = data.checked()
+    if isinstance(given.get("dataset"), Dataset):
+        data = given["dataset"].checked()
         given["dataset"] = data.name
         if given.get("data_dir") is not None:
             raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
-    objects = lesson if isinstance(lesson, ModuleType) else None, data if isinstance(data, Dataset) else None
-    return run_training(Config.parse(given), *objects)
+    return run_training(Config.parse(given), lesson, data)
 
 
 train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
