@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
-import secrets
 from typing import Any
 
 import mxnet
@@ -40,14 +38,15 @@ def set_up(
     UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or another
     worker has other data.
     """
-    draws_seed = config.seed is None
-    seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
-    config = dataclasses.replace(config, impl=lesson.full_name, seed=seed)
-    data = data.first(config.limit) if data else datasets.load(config.dataset, config.data_dir, config.limit, seed)
+    if data is None:
+        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
+    else:
+        data = data.first(config.limit)
     details = _details(ctx, data, group)
     _check_data(data, details["data_digest"], recorded, config, ctx, group)
     warning = _compare_with_one_device(lesson, ctx, config, data)
-    seed_generators(seed)
+    assert config.seed is not None
+    seed_generators(config.seed)
     model = MODELS[lesson.family](lesson, ctx, config, data.image_shape)
     model.check_scores(data.classes, exactly=data.name != "own")
     state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
@@ -55,8 +54,6 @@ def set_up(
         _restore(model, state, recorded, config, lesson)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
-    if draws_seed:
-        log.say(f"drew a seed; pass {setting('seed', seed)} to repeat this run")
     details["running_stats"] = bool(model.running_stats)
     run = Run(config, details, recorded.position if recorded else Position(), {})
     if recorded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -60,6 +61,9 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
         given = Config.with_absolute_paths(given)
         with opened(given, group) as (folder, recorded):
+            draws_seed = recorded is None and given.get("seed") is None
+            if draws_seed:
+                given = {**given, "seed": group.broadcast(secrets.randbelow(2**31))}
             config = _resumed(recorded, given, folder) if recorded else Config(**given)
             if recorded and len(recorded.position.history) == config.epochs:
                 return recorded.position.history
@@ -70,6 +74,8 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             with seeds.restored_afterward(), _exit_is_an_error(config.impl):
                 chosen, config = lessons.chosen(config, given, lesson)
                 ready = setup.set_up(config, recorded, chosen, data, ctx, group)
+                if draws_seed:
+                    log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
                 if folder:
                     folder.create()
                 if recorded:  # so that the next resume uses the new settings
