@@ -47,8 +47,8 @@ def set_up(
     warning = _compare_with_one_device(lesson, ctx, config, data)
     assert config.seed is not None
     seed_generators(config.seed)
-    model = MODELS[lesson.family](lesson, ctx, config, data.image_shape)
-    model.check_scores(data.classes, exactly=data.name != "own")
+    model = MODELS[lesson.family](lesson, ctx, config, details["image_shape"])
+    model.check_scores(details["classes"], exactly=data.name != "own")
     state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
     if recorded:
         _restore(model, state, recorded, config, lesson)
