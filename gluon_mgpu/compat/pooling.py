@@ -32,7 +32,8 @@ def install(mx: ModuleType) -> None:
     mx.nd.Pooling = mx.nd.op.Pooling = _of_arrays(mx.nd.Pooling)
     for module in (mx.npx, mx.nd.numpy_extension):
         module.pooling = _of_arrays(module.pooling)
-    mx.nd.CachedOp = functools.partial(CachedOp, mx, mx.nd.CachedOp)
+    CachedOp.mx, CachedOp.compiled = mx, mx.nd.CachedOp
+    mx.nd.CachedOp = CachedOp
     symbol = mx.sym.Symbol
     symbol.bind, symbol.simple_bind = _compiled_first(mx, symbol.bind), _compiled_first(mx, symbol.simple_bind)
 
@@ -67,8 +68,11 @@ def _of_arrays(pooling: Callable[..., Any]) -> Callable[..., Any]:
 class CachedOp:
     """A hybridized network, compiled when it is called, because its inputs' shapes and types are known then."""
 
-    def __init__(self, mx: ModuleType, compiled: Callable[..., Any], sym: Any, flags: Any = ()) -> None:
-        self.mx, self.compiled, self.sym, self.flags = mx, compiled, sym, flags
+    mx: ModuleType
+    compiled: Callable[..., Any]  # MXNet's own class
+
+    def __init__(self, sym: Any, flags: Any = ()) -> None:
+        self.sym, self.flags = sym, flags
         self.inputs = dict(flags).get("data_indices", ())
         self.by_types: dict[tuple[Any, ...], Any] = {}  # for each combination of types that the inputs have had
 
