@@ -198,8 +198,11 @@ class MXNet(Driver):
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
         net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
+        compression = getattr(trainer, "_compression_params", None)
         if net:
             net.apply(_refuse_synchronized)
+        if compression and options.double:
+            raise Error("MXNet compresses gradients only in float32")
         rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
         written, session.kept = _arrays(model), rest()
         own = getattr(model, "parameters", written[0])  # without those of other networks
@@ -231,7 +234,7 @@ class MXNet(Driver):
             grads.clear()
             if is_several:
                 self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-                self.hints = _hints(calls, i + 1, len(before[0]), getattr(trainer, "_compression_params", None))
+                self.hints = _hints(calls, i + 1, len(before[0]), compression)
 
     @contextmanager
     def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[CodeType]) -> Iterator[None]:
