@@ -311,7 +311,8 @@ def other_losses(e: Evidence) -> str:
         return ""
     expected, lengths = np.concatenate(one.losses).ravel(), [a.size for a in several.losses]
     if not wrong_losses(several.losses, [a for step in alone for a in step.losses], e.size):
-        return f"the loss of an example depends on the other examples of its {e.unit}: its label may be theirs, or {e.what_is_no_sum}"
+        depends = f"the loss of an example depends on the other examples of its {e.unit}"
+        return f"{depends}: its label may be theirs, or {e.what_is_no_sum}"
     if lengths == e.sizes:
         equal = [equal_losses(a.ravel(), expected[[*part]]) for a, part in zip(several.losses, e.parts)]
         others = ", ".join(device for device, is_equal in zip(e.devices, equal) if not is_equal)

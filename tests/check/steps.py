@@ -54,6 +54,13 @@ def sharded(net):
     return net
 
 
+def sharded_without_mean(net):
+    sharded(net)
+    for layer in (net[0], net[3], net):
+        layer.set_gradient_divide_factor(1.0)
+    return net
+
+
 def made(wrap, optimizer=sgd, layer=nn.Identity):
     def make(rank, world):
         net = wrap(mlp(layer))
@@ -585,6 +592,11 @@ RIGHT = {
     "scaler": (with_scaler(ddp), scaled, EVEN),
     "autocast": (ddp, in_half_precision, EVEN),
     "fully_shard": (made(sharded, adam), plain, EVEN),
+    "fully_shard, a sum": (
+        made(sharded_without_mean),
+        lambda state, part: plain(state, part, factor=len(part["x"]) / 12),
+        EVEN,
+    ),
     "ZeRO": (made(DDP, zero), plain, EVEN),
     "comm hook": (hooked(fp16_compress_hook), plain, EVEN),
     "EMA": (with_average, averaged(True), EVEN),

@@ -93,6 +93,9 @@ class Worker:
         self.given = self.program.make(self.rank, self.world)
         self.state = self._find_state()
         modules = self.state.modules
+        for module in modules:
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # of FSDP: gloo has no PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(True)
         is_switched = switch_dropout_off(modules)
         named = self.state.named_modules()
         normalized = {name: m for name, m in named.items() if isinstance(m, BatchNorm) and m.training}
