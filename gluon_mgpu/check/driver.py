@@ -136,7 +136,7 @@ class Driver:
         return {}
 
     def kept_apart(self, k: int, batches: Sequence[Any], options: Options) -> list[str]:
-        """The names of what optimizers keep after some steps on k devices, if it is not that on one."""
+        """The names of what optimizers and the user keep after some steps on k devices, if it is not that on one."""
         return []
 
     def begins(self, k: int, batches: Sequence[Any], options: Options) -> str:

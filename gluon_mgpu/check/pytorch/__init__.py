@@ -115,7 +115,7 @@ class PyTorch(Driver):
         self, k: int, batches: Sequence[Batch], options: Options = AS_WRITTEN, probe: bool = False, trace: bool = False
     ) -> Session:
         """probe: find the examples whose gradients a step computes. trace: note what each module computes, and what
-        optimizers keep."""
+        optimizers and the user keep."""
         key = (*batches, options.double, repr(options.factor), repr(options.scale))
         events = self.events.get(key, []) if k == 1 else []
 
@@ -163,7 +163,7 @@ class PyTorch(Driver):
         several, [one] = (step.rest for step in steps)
 
         def is_apart(name: str, a: np.ndarray) -> bool:  # ZeRO keeps nothing for some parameters
-            found = [rest[name] for rest in several if name in rest]
+            found = [rest[name] for rest in several if name in rest and rest[name].shape == a.shape]
             return not all(is_same(b, a, TOLERANCE["float64"] * norm(a)) for b in found)
 
         return [name for name, a in one.items() if is_apart(name, a)]

@@ -58,7 +58,7 @@ class Worker:
     options: Options
     events: Sequence[Sequence[Sequence[Event]]] = ()  # for each step: what each of several processes noted in it
     probe: bool = False  # find the examples whose gradients a step computes
-    trace: bool = False  # note what each module computes, and what optimizers keep
+    trace: bool = False  # note what each module computes, and `_kept`
 
     def take_steps(self, send: Send) -> None:
         """Send a `Start`, and a `Taken` for each step."""
@@ -168,10 +168,14 @@ class Worker:
             changes=[changes],
             grads=[{name: np.stack(watch.grads[p]) for name, p in tensors.items() if p in watch.grads}],
             losses=losses if len(losses) == 1 else [np.zeros(0)],
-            rest=[self.state.of_optimizers() if self.trace else {**self.state.changed(self.marks), **soft}],
+            rest=[self._kept(after) if self.trace else {**self.state.changed(self.marks), **soft}],
             rates=[watch.rates],
             raw=[watch.raw],
         )
+
+    def _kept(self, tensors: Arrays) -> Arrays:
+        """What optimizers keep, and what the step is given besides parameters, whether it has changed or not."""
+        return {**self.state.of_optimizers(), **{name: a for name, a in tensors.items() if name in self.soft}}
 
 
 def facts_of(state: State, is_normalized: bool, is_data_parallel: bool) -> Facts:
