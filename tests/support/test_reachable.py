@@ -1,11 +1,14 @@
 """What the user's objects and functions lead to."""
 
 import functools
+import linecache
 import site
+import sys
 from collections import UserDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 from gluon_mgpu.support import programs
 from gluon_mgpu.support.reachable import name_of, reachable
@@ -70,3 +73,20 @@ def test_an_object_comes_once_with_its_shortest_path():
     loop.append(loop)
     found = [name_of(path) for path, value in reachable([((), {"deep": [[shared]], "near": shared, "loop": loop})])]
     assert "near" in found and "deep[0][0]" not in found and found.count("loop") == 1
+
+
+def test_cells_of_a_notebook_are_the_users(tmp_path):
+    name = str(tmp_path / "ipykernel_1" / "2.py")  # as Jupyter names a cell
+    cell = """
+class Trainer:
+    limit = ["an attribute of the class"]
+moments = ["a moment"]
+def step(trainer=Trainer()):
+    return moments
+"""
+    variables = {"__name__": "__main__"}
+    main = ModuleType("__main__")
+    linecache.cache[name] = len(cell), None, cell.splitlines(True), name
+    with mock.patch.dict(sys.modules, __main__=main):
+        exec(compile(cell, name, "exec"), variables)
+        assert {*names(variables["step"])} >= {"a moment", "an attribute of the class"}
