@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import linecache
 import os
 import site
 import sys
@@ -18,7 +19,7 @@ from gluon_mgpu.support import errors
 
 PACKAGE = str(Path(__file__).parents[1])
 FOLDERS = {sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages(), PACKAGE}  # of libraries
-LIBRARIES = ("<frozen", *(os.path.join(folder, "") for folder in FOLDERS))
+LIBRARIES = ("<", *(os.path.join(folder, "") for folder in FOLDERS))
 
 _folders: set[str] = set()  # which the user's files have added to sys.path
 _beside: set[str] = set()  # names of the modules that these files have imported from their own folders
@@ -73,8 +74,9 @@ def _imports_from(folder: str) -> Iterator[None]:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file of a traceback is the user's, not a library's."""
-    return not file.startswith(LIBRARIES) and os.path.exists(file)
+    """Whether a file of a traceback is the user's, not a library's. A cell of a notebook is no file, but Jupyter gives
+    it the name of one."""
+    return not file.startswith(LIBRARIES) and (os.path.exists(file) or file in linecache.cache)
 
 
 def users_line() -> int:

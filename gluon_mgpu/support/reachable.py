@@ -99,7 +99,8 @@ def _globals(code: CodeType, variables: dict[str, Any]) -> Parts:
 
 def _is_of_user(kind: Any) -> bool:
     name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-    return is_users(getattr(sys.modules.get(name), "__file__", None) or "")
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return is_users(file) if file else name == "__main__"  # in a notebook, __main__ has no file
 
 
 def _is_container(kind: type) -> bool:

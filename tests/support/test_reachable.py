@@ -1,10 +1,16 @@
 """What the user's objects and functions lead to."""
 
 import functools
+import linecache
+import site
+import sys
 from collections import UserDict, deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
+from gluon_mgpu.support import programs
 from gluon_mgpu.support.reachable import name_of, reachable
 
 counter = ["a global variable"]
@@ -57,8 +63,30 @@ def test_each_kind_of_object_is_searched_and_named_as_in_python():
     assert {"in a closure", "a default", "a moment", "a global variable"} <= {*of_partial}
 
 
+def test_only_files_inside_the_folders_of_libraries_are_theirs():
+    installed, beside = Path(site.getusersitepackages(), "torch/nn.py"), f"{programs.PACKAGE}_answers/step.py"
+    assert str(installed).startswith(programs.LIBRARIES) and not beside.startswith(programs.LIBRARIES)
+
+
 def test_an_object_comes_once_with_its_shortest_path():
     shared, loop = ["shared"], []
     loop.append(loop)
     found = [name_of(path) for path, value in reachable([((), {"deep": [[shared]], "near": shared, "loop": loop})])]
     assert "near" in found and "deep[0][0]" not in found and found.count("loop") == 1
+
+
+def test_cells_of_a_notebook_are_the_users(tmp_path):
+    name = str(tmp_path / "ipykernel_1" / "2.py")  # as Jupyter names a cell
+    cell = """
+class Trainer:
+    limit = ["an attribute of the class"]
+moments = ["a moment"]
+def step(trainer=Trainer()):
+    return moments
+"""
+    variables = {"__name__": "__main__"}
+    main = ModuleType("__main__")
+    linecache.cache[name] = len(cell), None, cell.splitlines(True), name
+    with mock.patch.dict(sys.modules, __main__=main):
+        exec(compile(cell, name, "exec"), variables)
+        assert {*names(variables["step"])} >= {"a moment", "an attribute of the class"}
