@@ -31,8 +31,6 @@ def compare_file(
     path: str, processes: Sequence[int] = (2, 3), steps: int = 3, even: bool = False, seconds: float = 60
 ) -> Report:
     """Compare the steps of a PyTorch or JAX file; the arguments are those of `parallel`."""
-    # PyTorch and JAX read these when they are imported. The batches are small: threads and optimized code do not pay.
-    os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     driver = import_module("gluon_mgpu.check.jax" if framework(path) == "jax" else "gluon_mgpu.check.pytorch")
     report: Report = driver.compare_file(path, processes, steps, even, seconds)
     return report

@@ -258,8 +258,11 @@ class Side:
 
 
 def load(file: str, k: int) -> ModuleType:
-    """Execute a file in a process that has k devices."""
+    """Execute a file in this process, with k devices."""
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", k)
+    # The batches are small: optimized code does not pay.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     sys.path.insert(0, str(Path(file).parent))
     return execute("step", file)
 

@@ -124,7 +124,8 @@ def scaled(state, part):
     net, trainer, scaler = state
     scaler.scale(loss_of(net, part)).backward()
     scaler.unscale_(trainer)
-    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(net.parameters(), max_norm=0.1)
+    nn.utils.clip_grad_value_(parameters=net.parameters(), clip_value=0.05)
     scaler.step(trainer)
     scaler.update()
     trainer.zero_grad()

@@ -65,8 +65,12 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
     """Compare the steps of a file with `train_batch` and `init_net` or `init_params`."""
     file = os.path.realpath(path)
     compiler.import_early(file)
-    sys.path.insert(0, str(Path(file).parent))  # as for a script, but its modules hide none that are imported above
-    return compare(PyTorch(FileProgram(file), seconds), processes, steps, even)
+    folder = str(Path(file).parent)
+    sys.path.insert(0, folder)  # as for a script, but its modules hide none that are imported above
+    try:
+        return compare(PyTorch(FileProgram(file), seconds), processes, steps, even)
+    finally:
+        sys.path.remove(folder)
 
 
 class PyTorch(Driver):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -129,15 +131,13 @@ class FileProgram(Program):
         """From the file's own `example_batch(n)`, if it has one; each process draws all batches, in the same order."""
         if not hasattr(self.module, "example_batch"):
             return super().whole(batches)
-        default_rng = np.random.default_rng
-        np.random.default_rng = lambda seed=None: default_rng(0 if seed is None else seed)
-        for batch in sorted(self.drawn, key=lambda batch: (batch.n, batch.i)):
-            seed_all(batch.i)
-            try:
-                self.drawn[batch] = self.module.example_batch(batch.n)
-            except Exception as error:
-                raise UsageError(None, self.file, f"example_batch fails: {where(error)}") from error
-        np.random.default_rng = default_rng
+        with _seeded(np.random), _seeded(self.module):
+            for batch in sorted(self.drawn, key=lambda batch: (batch.n, batch.i)):
+                seed_all(batch.i)
+                try:
+                    self.drawn[batch] = self.module.example_batch(batch.n)
+                except Exception as error:
+                    raise UsageError(None, self.file, f"example_batch fails: {where(error)}") from error
         return super().whole(batches)
 
     def accuracy(self, rank: int, world: int) -> str:
@@ -148,6 +148,16 @@ class FileProgram(Program):
         net = model.eval() if isinstance(model, nn.Module) else None
         X, _ = self._images(0, 11)
         return of_file(self.module, X, torch.tensor, model, net)
+
+
+def _seeded(module: ModuleType) -> AbstractContextManager[Any]:
+    """In this block, what a module calls default_rng has the seed 0, unless it is given one."""
+    default_rng = vars(module).get("default_rng", np.random.default_rng)
+
+    def seeded(seed: Any = None) -> Any:
+        return default_rng(0 if seed is None else seed)
+
+    return mock.patch.object(module, "default_rng", seeded, create=True)
 
 
 def divided(how: str, k: int, n: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,25 +148,44 @@ class Watch:
             key = f"the limit of {name} in line {users_line()}"
             self.limits[key] = self.limits.get(key, False) or is_reached
 
-        def by_norm(clip: Any, params: Any, max_norm: float, total: Tensor, *args: Any, **options: Any) -> None:
-            note("clip_grad_norm_", not float(total) <= max_norm)
+        def by_norm(clip: Any, parameters: Any, max_norm: float, total_norm: Tensor, foreach: Any = None) -> None:
+            note("clip_grad_norm_", not float(total_norm) <= max_norm)
             if clips:
-                clip(params, max_norm, total, *args, **options)
+                clip(parameters, max_norm, total_norm, foreach)
 
-        def by_value(clip: Any, params: Any, limit: float, *args: Any, **options: Any) -> None:
-            params = [params] if isinstance(params, Tensor) else [*params]
-            largest = [float(p.grad.abs().max()) for p in params if p.grad is not None and p.grad.numel()]
-            note("clip_grad_value_", not max(largest, default=0) <= limit)
+        def by_value(clip: Any, parameters: Any, clip_value: float, foreach: Any = None) -> None:
+            parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+            largest = [float(p.grad.abs().max()) for p in parameters if p.grad is not None and p.grad.numel()]
+            note("clip_grad_value_", not max(largest, default=0) <= clip_value)
             if clips:
-                clip(params, limit, *args, **options)
+                clip(parameters, clip_value, foreach)
 
         def step(update: Any, scaler: Any, optimizer: Any, state: Any, *args: Any, **options: Any) -> Any:
             note("a scaler that skips steps", any(float(x) for x in state["found_inf_per_device"].values()))
             return update(scaler, optimizer, state, *args, **options)
 
-        _replace([clip_grad], "_clip_grads_with_norm_", by_norm)
-        _replace([clip_grad, nn.utils], "clip_grad_value_", by_value)
-        _replace([torch.amp.GradScaler], "_maybe_opt_step", step)
+        for function, places in (
+            (by_norm, [(clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")]),
+            (by_value, [(clip_grad, "clip_grad_value_"), (nn.utils, "clip_grad_value_")]),
+            (step, [(torch.amp.GradScaler, "_maybe_opt_step")]),
+        ):
+            self._replace(places, function)
+
+    def _replace(self, places: Sequence[tuple[Any, str]], function: Callable[..., Any]) -> None:
+        """Let a function get the calls of another one, which has a name in each place, and that one as its first
+        argument."""
+        place, name = places[0]
+        original = getattr(place, name, None)
+        if original is None:
+            self.limits[f"what {name} limits, which PyTorch {torch.__version__} does not show"] = False
+            return
+
+        @functools.wraps(original)
+        def call(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options)
+
+        for place, name in places:
+            setattr(place, name, call)
 
 
 class Work:
@@ -188,17 +207,3 @@ class Work:
         if name != "is_success":
             self.is_awaited = True
         return getattr(self.work, name)
-
-
-def _replace(places: list[Any], name: str, function: Callable[..., Any]) -> None:
-    """Let a function get the calls of another one, and this one as its first argument."""
-    original = getattr(places[0], name, None)
-    if original is None:  # in another version
-        return
-
-    @functools.wraps(original)
-    def call(*args: Any, **options: Any) -> Any:
-        return function(original, *args, **options)
-
-    for place in places:
-        setattr(place, name, call)
