@@ -14,20 +14,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from gluon_mgpu.convert.classes import common_path, define, form
 from gluon_mgpu.convert.graph import Entry
-from gluon_mgpu.convert.statements import (
-    Class,
-    Layer,
-    Loop,
-    Operand,
-    Statement,
-    call_of,
-    class_name,
-    common_path,
-    define,
-    form,
-    layers_of,
-)
+from gluon_mgpu.convert.statements import Class, Layer, Loop, Operand, Statement, layers_of
 
 MOST_STEPS, MOST_INPUTS = 400, 4  # of a group
 LEAST_UNITS = 3  # that become a class
@@ -42,11 +31,11 @@ def find(network: Class, taken: set[str]) -> list[Class]:
     for kind, length in (("ConvNormAct", 3), ("ConvNorm", 2)):
         while spans := _units(network, length):
             paths = [layers_of(network.steps[slice(*span)])[0].name for span in spans]
-            classes.append(_outline(network, spans, class_name(kind, taken), paths, ["conv", "norm"]))
+            classes.append(_outline(network, spans, kind, taken, paths, ["conv", "norm"]))
     while spans := _best(network):
         spans = _extended(network, spans)
         kind, paths = _block_names(network, spans)
-        classes.append(_outline(network, spans, class_name(kind, taken), paths))
+        classes.append(_outline(network, spans, kind, taken, paths))
     _connect(network)
     return classes
 
@@ -90,19 +79,22 @@ def _best(network: Class) -> list[Span]:
     """The spans of the group that occurs most often; of several, the one whose name has the most parts, or else one
     without other blocks, or else the longest."""
     uses, calls = network.uses(), network.calls()
-    groups: dict[Any, list[Span]] = {}
-    for start, least in sorted({*_starts(network, uses)}):
-        end = _end(network, uses, start, least)
-        found = end and _form(network, (start, end), calls)
-        if end and found and (found not in groups or groups[found][-1][1] <= start):
-            groups.setdefault(found, []).append((start, end))
 
     def priority(spans: list[Span]) -> tuple[int, int, bool, int]:
         layers = layers_of(network.steps[slice(*spans[0])])
         depth = len(re.findall(r"\d(?=_|$)", common_path(layers)))  # 2 for stage1_unit1
         return len(spans), depth, not any(layer.is_block for layer in layers), spans[0][1] - spans[0][0]
 
-    return max((spans for spans in groups.values() if len(spans) > 1), key=priority, default=[])
+    for starts in (_starts(network, uses), _branches(uses)):
+        groups: dict[Any, list[Span]] = {}
+        for start, least in sorted({*starts}):
+            end = _end(network, uses, start, least)
+            found = end and _form(network, (start, end), calls)
+            if end and found and (found not in groups or groups[found][-1][1] <= start):
+                groups.setdefault(found, []).append((start, end))
+        if repeated := [spans for spans in groups.values() if len(spans) > 1]:
+            return max(repeated, key=priority)
+    return []
 
 
 def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
@@ -118,6 +110,15 @@ def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
         for digit in re.finditer(r"\d(?=_)", f"{name}_" if step.layer and step.layer.is_block else name):
             named.setdefault(name[: digit.end()], []).append(at)
     yield from ((places[0], places[-1] + 1) for places in named.values())
+
+
+def _branches(uses: dict[Operand, list[int]]) -> Iterator[Span]:
+    """Where branches of one value start, and where they end at the earliest: before or after the next step that uses
+    it. The last branch may be as long as the one before."""
+    for users in uses.values():
+        if len(users) > 1:
+            ends = [*users[1:], 2 * users[-1] - users[-2]]
+            yield from ((start, end + more) for start, end in zip(users, ends) for more in (0, 1))
 
 
 def _end(network: Class, uses: dict[Operand, list[int]], start: int, least: int) -> int | None:
@@ -192,7 +193,9 @@ def _block_names(network: Class, spans: list[Span]) -> tuple[str, list[str]]:
     return only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block", paths
 
 
-def _outline(network: Class, spans: list[Span], kind: str, paths: list[str], names: list[str] | None = None) -> Class:
+def _outline(
+    network: Class, spans: list[Span], kind: str, taken: set[str], paths: list[str], names: list[str] | None = None
+) -> Class:
     """Create a class, and replace the spans by calls of its instances.
 
     paths: the names of the instances. names: of the layers of a unit.
@@ -204,12 +207,10 @@ def _outline(network: Class, spans: list[Span], kind: str, paths: list[str], nam
         [entry for step in steps for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
         for steps, (_, end) in zip(starts, spans)
     ]
-    block, layers = define(kind, starts, inputs, [*results[0]], paths, names)
+    block, layers = define(kind, taken, starts, inputs, [*results[0]], paths, names)
     for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
         layer.is_unit = names is not None
-        network.steps[start:end] = [
-            Statement(layer.name or "block", call_of(inputs), [*_inputs(steps)], outputs, layer)
-        ]
+        network.steps[start:end] = [Statement(layer.name or "block", block.call, [*_inputs(steps)], outputs, layer)]
     return block
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import math
@@ -27,7 +28,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
-RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
+RANDOM_BATCHES = (1, 3, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 LARGER_BATCHES = (*range(2, 33), 64, 100, 128, 256)  # batch sizes for which a graph may be written
 FLOATS = ("float16", "float32", "float64")
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
@@ -158,6 +159,7 @@ class Exported:
                     X = tuple(np.where(x == np.floor(x), x, x % 1).astype(x.dtype) for x in X)
                     outputs = self.predict(X)
                 self.samples[k] = Sample(X, outputs)
+        release_memory()
         return self
 
     def relative_error(self, found: list[list[np.ndarray]]) -> float:
@@ -436,6 +438,12 @@ def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:
             network.shapes(grown)
             shapes = grown
     return shapes
+
+
+def release_memory() -> None:
+    """Return memory to the system, which glibc keeps after large arrays are freed."""
+    with contextlib.suppress(AttributeError):  # of other libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:

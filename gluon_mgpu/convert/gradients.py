@@ -54,6 +54,7 @@ def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("floa
     outputs = [*range(len(network.graph.heads))]
     try:
         for dtype in dtypes:
+            gradients = None  # which may be large
             gradients = _Gradients(network, inputs, dtype, training)
             if not (reason := gradients.compute(outputs)):
                 break
@@ -224,8 +225,13 @@ class _Gradients:
         self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
         self.names = [*sorted(network.trained), *varying]
+        # In training, MXNet does not change the order of a weight's numbers
+        is_shared = training and dtype == "float32"
         with network.np_shape():
-            self.values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
+            self.values = {
+                name: nd.from_numpy(array) if is_shared and name in network.trained else as_arrays([convert(array)])[0]
+                for name, array in network.params.items()
+            }
             self.values |= zip(network.inputs, as_arrays(self.inputs))
 
     def compute(self, outputs: list[int]) -> Exception | None:

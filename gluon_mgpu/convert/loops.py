@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gluon_mgpu.convert.classes import common_path, define, form
 from gluon_mgpu.convert.graph import Entry
 from gluon_mgpu.convert.statements import (
     Carried,
@@ -20,11 +21,6 @@ from gluon_mgpu.convert.statements import (
     Operand,
     Parameter,
     Statement,
-    call_of,
-    class_name,
-    common_path,
-    define,
-    form,
     layers_of,
 )
 
@@ -256,9 +252,9 @@ def _outline(loops: list[Loop], taken: set[str]) -> Class:
     inputs = dict(zip(first.inputs, first.names()))
     results: list[Operand] = [result[0] for result in first.results]
     paths = [common_path(layers_of(body)) for body in bodies]
-    code, layers = define(class_name("Cell", taken), bodies, inputs, results, paths)
+    code, layers = define("Cell", taken, bodies, inputs, results, paths)
     for loop, layer in zip(loops, layers):
         layer.name = layer.name or "cell"
         loop.layer, loop.name = layer, layer.name
-        loop.code = call_of(inputs)
+        loop.code = code.call
     return code

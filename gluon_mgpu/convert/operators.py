@@ -562,13 +562,6 @@ def reduction(function: str) -> Callable[..., str]:
     return rule
 
 
-def np_norm(node: Node, x: str) -> str:
-    axis, keep = (parse(kind, node.attrs[key]) for kind, key in (("Shape", "axis"), ("boolean", "keepdims")))
-    if node.attrs["flag"] not in ("1", "-2"):  # the Euclidean norm of axes or of all numbers
-        raise Unsupported(f"ord={node.attrs['ord']!r} is not supported")
-    return call("torch.linalg.vector_norm", x, dim=axis, keepdim=_unless(False, keep))
-
-
 def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
     if node.kind == "argmaxchannel":
@@ -696,22 +689,6 @@ def grid(node: Node, x: str, *loc: str) -> str:
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
 
 
-def diag(node: Node, x: str) -> str:
-    if node.op.startswith("_linalg"):
-        return call(f"{x}.diagonal", node["offset"], -2, -1)
-    offset = node["offset" if "offset" in node else "k"]
-    if "axis1" not in node or node.rank == 1:
-        return call("torch.diag", x, offset)
-    return call(f"{x}.diagonal", offset, node["axis1"], node["axis2"])
-
-
-def unfold(node: Node, x: str) -> str:
-    sizes = [_short(node.sizes(key, default)) for key, default in (("dilate", 1), ("pad", 0), ("stride", 1))]
-    if node.op == "col2im":
-        return call("F.fold", x, node["output_size"], _short(node["kernel"]), *sizes)
-    return call("F.unfold", x, _short(node["kernel"]), *sizes)
-
-
 def box_decode(node: Node, x: str, anchors: str) -> str:
     scales, largest = [node[f"std{k}"] for k in range(4)], node["clip"] if node["clip"] > 0 else -LOWEST
     return call("box_decode", x, anchors, scales, largest, node["format"] == "corner")
@@ -835,21 +812,12 @@ RULES: dict[str, Rule] = {
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
-    **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
-    "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
-    **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
-    **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
-    **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
-    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)"},
+    "moveaxis": "{0}.movedim({source}, {destination})",
     **{
         "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
         "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
     },
-    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "nan_to_num": "{0}.nan_to_num({nan}, {posinf}, {neginf})"},
-    **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
-    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})"},
-    **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
-    **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)"},
+    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "einsum": einsum},
     **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
@@ -862,12 +830,8 @@ RULES: dict[str, Rule] = {
     "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
-    **{"cbrt": "{0}.sign() * {0}.abs() ** (1 / 3)", "rcbrt": "{0}.sign() / {0}.abs() ** (1 / 3)"},
-    **{"quadratic": "({a} * {0} + {b}) * {0} + {c}", "arctan2": "torch.atan2({0}, {1})"},
-    **{"full_like": "torch.full_like({0}, {fill_value})", **dict.fromkeys(("diag", "linalg_extractdiag"), diag)},
-    **{"linalg_det": "torch.linalg.det({0})", "linalg_inverse": "torch.linalg.inv({0})"},
-    **{"linalg_potrf": "torch.linalg.cholesky({0})", "batch_take": "{0}.gather(1, {1}.long().unsqueeze(1)).squeeze(1)"},
-    **{"im2col": unfold, "box_decode": box_decode},
+    **{"arctan2": "torch.atan2({0}, {1})", "full_like": "torch.full_like({0}, {fill_value})"},
+    "box_decode": box_decode,
     **dict.fromkeys(("DeformableConvolution", "ModulatedDeformableConvolution"), deformable),
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
@@ -904,7 +868,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("log_softmax", "softmin", "SoftmaxActivation"), softmax),
     **dict.fromkeys(("dot", "batch_dot", "linalg_gemm", "linalg_gemm2", "matmul"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel"), arg_reduction),
-    **dict.fromkeys(("SliceChannel", "split_v2", "split", "hsplit", "dsplit"), split),
+    **dict.fromkeys(("SliceChannel", "split_v2", "split"), split),
     **dict.fromkeys(("Concat", "concatenate", "stack"), concat),
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis"), expand),
     # Their shapes depend on the network's input

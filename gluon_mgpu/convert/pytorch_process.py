@@ -104,8 +104,8 @@ def _gradients(net: nn.Module, keys: list[str], folder: Path, settings: dict[str
     for key, array in variables.items():
         array.register_post_accumulate_grad_hook(_saving(folder / f"{key}.npy"))
     found = {k: y for k, y in enumerate(call(net, inputs)) if y.requires_grad}
-    if pairs := [(y, given[f"head {k}"]) for k, y in found.items() if f"head {k}" in given]:
-        torch.autograd.backward(*zip(*pairs))
+    if products := [(y * given[f"head {k}"]).sum() for k, y in found.items() if f"head {k}" in given]:
+        torch.stack(products).sum().backward()  # given gradients of tensors, `backward` would import sympy
     return {"trained": [key for key in variables if not key.startswith("input ")], "differentiable": [*found]}
 
 
