@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from gluon_mgpu.convert.classes import common_path, define, form
 from gluon_mgpu.convert.graph import Entry
-from gluon_mgpu.convert.statements import Class, Layer, Loop, Operand, Statement, layers_of
+from gluon_mgpu.convert.statements import Class, Layer, Loop, Operand, Statement, layers_of, list_of
 
 MOST_STEPS, MOST_INPUTS = 400, 4  # of a group
 LEAST_UNITS = 3  # that become a class
@@ -247,12 +246,6 @@ def _container(path: str, paths: Counter[str]) -> str:
 
 
 def _connected(name: str, steps: list[Statement]) -> Statement:
-    layers = layers_of(steps)
-    words = list[str]()
-    for code, equal in groupby(layer.code for layer in layers):
-        count = len([*equal])
-        words += [f"*({code} for _ in range({count}))"] if count > 2 else [code] * count
-    state = {f"{k}.{key}": array for k, layer in enumerate(layers) for key, array in layer.state.items()}
     single = len(steps[0].operands) == 1
-    code = f"nn.Sequential({', '.join(words)})" if single else f"nn.ModuleList([{', '.join(words)}])"
-    return replace(steps[0], name=name, outputs=steps[-1].outputs, layer=Layer(name, code, state), repeated=not single)
+    layer = list_of(name, layers_of(steps), *(["nn.Sequential({})"] if single else []))
+    return replace(steps[0], name=name, outputs=steps[-1].outputs, layer=layer, repeated=not single)

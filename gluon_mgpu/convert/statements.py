@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, count, groupby
 from typing import NamedTuple, Union
 
 import numpy as np
@@ -81,7 +82,13 @@ class Elements(NamedTuple):
     operands: tuple[Operand, ...]
 
 
-Input = Union[Operand, Carried, Elements]  # an operand that is the same for all time steps
+class Modules(NamedTuple):
+    """A layer for each time step. layer: the list of them."""
+
+    layer: Layer
+
+
+Input = Union[Operand, Carried, Elements, Modules]  # an operand that is the same for all time steps
 
 
 @dataclass
@@ -94,7 +101,8 @@ class Loop(Statement):
     results: list[tuple[Entry, ...]] = field(default_factory=list)  # for each output, its entry at each time step
 
     def layers(self) -> list[Layer]:
-        return [self.layer] if self.layer else layers_of(self.body)
+        lists = [given.layer for given in self.inputs.values() if isinstance(given, Modules)]
+        return [*lists, *([self.layer] if self.layer else layers_of(self.body))]
 
     def names(self) -> list[str]:
         """Names for the inputs inside the loop."""
@@ -142,13 +150,24 @@ def layers_of(steps: Iterable[Statement]) -> list[Layer]:
     return list(dict.fromkeys(layer for step in steps for layer in step.layers()))
 
 
+def list_of(name: str, layers: list[Layer], code: str = "nn.ModuleList([{}])") -> Layer:
+    """A layer that is a list of layers. code: creates it from their code."""
+    words = list[str]()
+    for create, equal in groupby(layer.code for layer in layers):
+        times = len([*equal])
+        words += [f"*({create} for _ in range({times}))"] if times > 2 else [create] * times
+    state = {f"{k}.{key}": array for k, layer in enumerate(layers) for key, array in layer.state.items()}
+    return Layer(name, code.format(", ".join(words)), state)
+
+
 def identifier(name: str, others: set[str]) -> str:
     """Convert a name to an identifier that is not in `others`, and add the identifier to `others`."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
     if not name[:1].isalpha():
         name = f"layer{name}"
-    while keyword.iskeyword(name) or name in others:
+    if keyword.iskeyword(name) or name in TAKEN:
         name += "_"
+    name = next(unique for unique in chain([name], (f"{name}_{k}" for k in count(2))) if unique not in others)
     others.add(name)
     return name
 

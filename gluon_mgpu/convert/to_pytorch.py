@@ -14,7 +14,7 @@ from gluon_mgpu import __version__
 from gluon_mgpu.convert.blocks import find
 from gluon_mgpu.convert.converter import Converter
 from gluon_mgpu.convert.exported import Exported, release_memory
-from gluon_mgpu.convert.loops import roll
+from gluon_mgpu.convert.loops import find_loops, roll
 from gluon_mgpu.convert.statements import TAKEN, identifier, join
 from gluon_mgpu.convert.writer import WORDS, functions_of, methods
 from gluon_mgpu.support import subprocesses
@@ -68,6 +68,7 @@ def write(network: Exported, base: str) -> None:
     net = converter.convert()
     taken = {"Net", *WORDS}
     classes = roll(net, taken) + find(net, taken)
+    find_loops(net)  # of the blocks
     used, layers = {*TAKEN}, net.layers()
     for layer in layers:
         layer.name = identifier(layer.name, used)

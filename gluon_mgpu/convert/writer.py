@@ -15,6 +15,7 @@ from gluon_mgpu.convert.statements import (
     Class,
     Elements,
     Loop,
+    Modules,
     Operand,
     Parameter,
     Statement,
@@ -182,6 +183,9 @@ class _Writer:
             elif isinstance(given, Elements):
                 name = self.new("step")
                 lists[name] = self.read_list(given.operands)
+            elif isinstance(given, Modules):
+                name = self.new("layer")
+                lists[name] = f"self.{given.layer.name}"
             else:
                 name = self.read(given)
             names.append(name)

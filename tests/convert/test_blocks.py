@@ -170,14 +170,13 @@ def test_a_last_time_step_that_differs_stays_after_the_loop(tmp_path):
 
 @needs("pytorch")
 @pytest.mark.slow
-def test_layers_that_differ_at_each_time_step_are_not_one_layer_of_a_loop(tmp_path):
+def test_layers_that_differ_at_each_time_step_are_a_list(tmp_path):
     weight = s.var("x2h_weight")
     steps = s.split(X, 6, axis=1, squeeze_axis=True)
     outputs = [s.FullyConnected(x, weight, num_hidden=4, no_bias=True) for x in steps]
     outputs = [s.BatchNorm(x, name=f"t{k}_norm", fix_gamma=False) for k, x in enumerate(outputs)]
-    given = convert.from_files(*files(tmp_path, s.concat(*outputs, dim=1), data=(2, 6, 5)), (6, 5))
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    assert len({*runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()}) == 7
+    code, net = written(tmp_path, s.concat(*outputs, dim=1), 6, 5)
+    assert len(net().t_norm) == 6 and code.count("x2h(") == code.count("BatchNorm") == 1
 
 
 @needs("pytorch")
@@ -225,6 +224,18 @@ def test_parallel_branches_of_one_value_become_one_class(tmp_path):
         branches.append(s.FullyConnected(y, num_hidden=k + 1, name=f"second{k}"))
     code, _ = written(tmp_path, s.concat(*branches, dim=1), 6)
     assert code.count("\nclass ") == 2 and code.count("nn.Linear(") == 2
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_equal_branches_become_a_list_of_blocks(tmp_path):
+    branches = []
+    for k in range(6):
+        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
+        branches.append(s.FullyConnected(y, num_hidden=3, name=f"second{k}"))
+    code, net = written(tmp_path, s.concat(*branches, dim=1), 6)
+    [(_, blocks)] = net().named_children()
+    assert len(blocks) == 6 and code.count("nn.Linear(") == 2
 
 
 @needs("pytorch")
