@@ -40,13 +40,18 @@ def find(network: Class, taken: set[str]) -> list[Class]:
 
 
 def _move_independent(network: Class) -> None:
-    """Move steps that depend on no layer, such as the computation of a mask, to the beginning."""
-    known, first, rest = {*network.inputs}, list[Statement](), list[Statement]()
-    for step in network.steps:
-        independent = not step.layers() and known.issuperset(step.entries())
-        (first if independent else rest).append(step)
-        known.update(step.outputs if independent else ())
-    network.steps = first + rest
+    """Move steps that depend on no layer, such as the computation of a mask that several blocks use, first."""
+    known, independent, moved = {*network.inputs}, set[int](), set[int]()
+    for at, step in enumerate(network.steps):
+        if not step.layers() and known.issuperset(step.entries()):
+            independent.add(at)
+            known.update(step.outputs)
+    uses = network.uses()
+    for at in sorted(independent, reverse=True):
+        users = {user for entry in network.steps[at].outputs for user in uses.get(entry, [])}
+        if len(users - independent) > 1 or users & moved:
+            moved.add(at)
+    network.steps = [network.steps[at] for at in sorted(range(len(network.steps)), key=lambda at: at not in moved)]
 
 
 def _units(network: Class, length: int) -> list[Span]:

@@ -653,6 +653,11 @@ def arange_like(node: Node, x: str) -> str:
     return code if (start, step) == (0, 1) else f"{start!r} + {step!r} * {code}"
 
 
+def filled(node: Node, x: str) -> str:
+    dtype = _unless("torch.float32", f"torch.{node['dtype']}")
+    return call(f"torch.{node.kind}", *node.shape(x), device=f"{x}.device", dtype=dtype)
+
+
 def sequence(node: Node, x: str, *lengths: str) -> str:
     axis, kind = node["axis"], node.kind.removeprefix("sequence")
     if not lengths:
@@ -872,8 +877,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("Concat", "concatenate", "stack"), concat),
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis"), expand),
     # Their shapes depend on the network's input
-    "zeros": lambda node, x: node.to_dtype(call(f"{x}.new_zeros", *node.shape(x))),
-    "ones": lambda node, x: node.to_dtype(call(f"{x}.new_ones", *node.shape(x))),
+    **dict.fromkeys(("zeros", "ones"), filled),
     **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse"), sequence),
     **{f"interleaved_matmul_{kind}_{name}": attention for kind in ("selfatt", "encdec") for name in ("qk", "valatt")},
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),
