@@ -1,5 +1,5 @@
-"""Replaces groups of a network's steps by fewer ones: reshapes after reshapes, pixel shuffles, and transposes around
-recurrent layers."""
+"""Replaces groups of a network's steps by fewer ones: equal steps, reshapes after reshapes, pixel shuffles, and
+transposes around recurrent layers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ShapesOf = Callable[[Operand], list[Shape]]  # of a value that a step computes: 
 
 def simplify(code: Class, shapes_of: ShapesOf) -> None:
     """Simplify the steps of a network."""
+    _compute_once(code)
     uses = code.uses()
     makers: dict[Operand, Statement] = {entry: step for step in code.steps for entry in step.outputs}
 
@@ -35,6 +36,19 @@ def simplify(code: Class, shapes_of: ShapesOf) -> None:
                 _use_pixel_shuffle(first, middle, step, shapes_of)
     code.steps = [step for step in code.steps if step.code]
     _use_batch_first(code)
+
+
+def _compute_once(code: Class) -> None:
+    """Leave out steps that compute what another one has computed, such as the mask of each layer."""
+    known, same = dict[tuple[object, ...], Statement](), dict[Operand, Operand]()
+    for step in code.steps:
+        step.operands = [same.get(operand, operand) for operand in step.operands]
+        if not step.layer and "self.training" not in step.code and not {*step.outputs} & {*code.results}:
+            first = known.setdefault((step.code, *step.operands), step)
+            if first is not step:
+                same.update(zip(step.outputs, first.outputs))
+                step.code = ""
+    code.steps = [step for step in code.steps if step.code]
 
 
 def _join(first: Statement, step: Statement, shapes_of: ShapesOf) -> bool:

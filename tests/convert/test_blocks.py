@@ -265,3 +265,11 @@ def test_the_name_of_the_network_is_left_out_even_if_a_layer_lacks_it(tmp_path):
         x = s.FullyConnected(x, num_hidden=4, name=f"net0_features_fc{k}")
     _, net = written(tmp_path, s.FullyConnected(x, num_hidden=3, name="net0_output"), 6)
     assert {name for name, _ in net().named_children()} == {*(f"fc{k}" for k in range(20)), "output"}
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_what_several_layers_compute_alike_is_computed_once_but_random_numbers_are_not(tmp_path):
+    y = s.FullyConnected(X, num_hidden=6, name="fc") * s.exp(X) + s.sqrt(s.exp(X))
+    code, _ = written(tmp_path, s.Dropout(y, p=0.5) + s.Dropout(y, p=0.5), 6)
+    assert code.count("torch.exp(") == 1 and code.count("F.dropout(") == 2
