@@ -86,8 +86,8 @@ dev: $(DEV_INSTALLED)  ## set up .venv with what training, tests and lint need
 $(DEV_INSTALLED): $(INSTALLED)
 	@$(SET_UP) dev $@
 
-# The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. uv
-# knows where the CPU build is.
+# The default package index has only PyTorch's CUDA build, several GB, for x86-64 Linux, and for aarch64 from 2.11 on. A
+# mirror of it may have the CPU build; otherwise, uv knows where that is.
 TORCH := $(if $(filter aarch64,$(shell uname -m)),'torch<2.11','torch==2.13.0+cpu')
 torch: install  ## install PyTorch's CPU build (190 MB to download)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-compile $(TORCH) 2>/dev/null || { \

@@ -8,6 +8,7 @@ Each target is a module that writes files and computes scores from these files. 
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import importlib.util
 import keyword
@@ -15,7 +16,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -87,15 +87,11 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
             remarks = [_compared_scores(converted, found, prefix, tolerance)]
             if to == "pytorch":
                 remarks += _compared_training(converted, base, prefix, tolerance)
-            for suffix, file in zip(target.SUFFIXES, files):
-                os.replace(base + suffix, file)
+            _move({base + suffix: file for suffix, file in zip(target.SUFFIXES, files)})
     except SyntaxError as failure:  # a rule wrote wrong code
         line = (failure.text or "").strip().partition("\n")[0]
         raise Error(f"{prefix}: cannot be written (wrong Python code: {failure.msg}: {line})") from None
     except (OSError, mx.MXNetError) as failure:
-        for file in files:
-            with suppress(OSError):  # it was never created
-                file.unlink()
         reason = getattr(failure, "strerror", None) or last_line(failure)
         if quantized := [name for name, array in network.params.items() if array.dtype == np.int8]:
             reason += f"; these parameters are int8: {', '.join(quantized)}"
@@ -105,6 +101,21 @@ def save(network: Exported, to: str, prefix: str, tolerance: float = TOLERANCE) 
     remarks += _remarks(converted)
     usage = target.USAGE.format(prefix=prefix, inputs=network.inputs)
     return "\n".join([f"wrote {' and '.join(map(str, files))}; {remarks[0]}", *remarks[1:], usage])
+
+
+def _move(files: dict[str, Path]) -> None:
+    """Rename files: all of them or none. Raises OSError if that fails, or if one of the new names exists by now."""
+    moved: list[Path] = []
+    try:
+        for source, file in files.items():
+            if os.path.lexists(file):
+                raise FileExistsError(errno.EEXIST, f"{file} was created meanwhile")
+            moved.append(file)
+            os.replace(source, file)
+    except BaseException:  # also Ctrl-C
+        for file in moved:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def _written(network: Exported, target: ModuleType, base: str) -> tuple[Exported, list[list[np.ndarray]]]:

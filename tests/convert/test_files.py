@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import os
 import runpy
 from pathlib import Path
 
@@ -378,3 +379,25 @@ def test_computing_leaves_the_parameters_unchanged(tmp_path):
     given.compute()
     given.predict(given.samples[0].inputs)
     assert all(np.array_equal(array, given.params[name]) for name, array in before.items())
+
+
+def test_ctrl_c_and_files_of_others_leave_no_half_of_a_network(tmp_path, monkeypatch):
+    network = convert.from_files(*files(tmp_path, s.FullyConnected(X, num_hidden=3)), (6,))
+    before = {*tmp_path.iterdir()}
+    rename = os.replace
+
+    def interrupted(source, target):
+        if target == tmp_path / "net-0000.params":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", interrupted)
+        convert.save(network, "gluon", str(tmp_path / "net"))
+    assert {*tmp_path.iterdir()} == before
+
+    compared, other = convert._compared_scores, tmp_path / "net-0000.params"
+    monkeypatch.setattr(convert, "_compared_scores", lambda *given: other.write_text("other") and compared(*given))
+    with pytest.raises(Error):
+        convert.save(network, "gluon", str(tmp_path / "net"))
+    assert {*tmp_path.iterdir()} == {*before, other} and other.read_text() == "other"
