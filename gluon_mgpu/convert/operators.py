@@ -755,12 +755,12 @@ FUNCTIONAL = (convolution, fully_connected, layer_norm, instance_norm, group_nor
 UNARY = {
     **{
         name: f"torch.{name}"
-        for name in """abs ceil cos cosh erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
-            sign sin sinh sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
+        for name in """abs ceil cos erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
+            sign sin sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
     },
-    **{f"arc{name}": f"torch.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh")},
-    **dict(absolute="torch.abs", around="torch.round", degrees="torch.rad2deg", fix="torch.trunc"),
-    **dict(gammaln="torch.lgamma", negative="torch.neg", radians="torch.deg2rad", softsign="F.softsign"),
+    **{f"arc{name}": f"torch.a{name}" for name in ("cos", "sin", "tan")},
+    **dict(absolute="torch.abs", around="torch.round", fix="torch.trunc", gammaln="torch.lgamma"),
+    **dict(negative="torch.neg", softsign="F.softsign"),
 }
 ARITHMETIC = {
     **dict.fromkeys(("add", "plus", "grad_add"), "{0} + {1}"),
