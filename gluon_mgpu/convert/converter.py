@@ -115,7 +115,7 @@ class Converter:
             return self.network.params[name]
         inputs = [i for i, node in enumerate(self.nodes) if node.name in self.network.inputs]
         heads = [entry, *((i, 0) for i in inputs)]  # MXNet cannot compute a graph without any input
-        return self.network.evaluate(self.network.graph.symbol(heads), self.network.samples[0].inputs)[0]
+        return self.network.evaluate(self.network.graph.symbol(heads), [self.network.samples[0].inputs])[0][0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
