@@ -320,11 +320,10 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind, old = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp"), node.kind == "poolingv1"
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
     if kind == "lp" and node.word("p_value", 1, 2) == 1:
         kind = "sum"  # MXNet takes no absolute values
-    if "layout" in node:
-        node.word("layout", None, *LAYOUTS)
+    node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
         pixels = _short(tuple(range(2, node.rank)))
@@ -334,11 +333,9 @@ def pooling(node: Node, x: str) -> str:
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
-    includes_pad = "count_include_pad" not in node or node["count_include_pad"] in (None, True)
+    includes_pad = node["count_include_pad"] in (None, True)
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
-    if old and kind == "max" and any(pads):
-        x, pads = call("F.pad", x, tuple(p for pad in pads[::-1] for p in (pad, pad))), (0,) * n  # with zeros
-    alike = kind in ("max", "avg") and all(2 * p <= k for k, p in zip(kernel, pads)) and not (old and full)
+    alike = kind in ("max", "avg") and all(2 * p <= k for k, p in zip(kernel, pads))
     if alike and (not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads))):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
         return call(f"F.{kind}_pool{n}d", x, **pool, count_include_pad=_unless(True, includes_pad or kind == "max"))
@@ -357,7 +354,7 @@ def pooling(node: Node, x: str) -> str:
     mean = call(f"F.avg_pool{n}d", padded(x), **pool)
     if kind == "sum":
         return f"{mean} * {math.prod(kernel)}"
-    if includes_pad and not full or old:
+    if includes_pad and not full:
         return mean
     if includes_pad and any(pads):
         raise Unsupported("pooling_convention='full' is not supported for this kernel, stride and pad")
@@ -805,7 +802,7 @@ RULES: dict[str, Rule] = {
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
-    **dict.fromkeys(("copyto", "CrossDeviceCopy", "cast_storage", "identity_with_attr_like_rhs"), "{0}"),
+    **dict.fromkeys(("cast_storage", "identity_with_attr_like_rhs"), "{0}"),
     **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
     **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
     **{
@@ -863,9 +860,8 @@ RULES: dict[str, Rule] = {
             *(sort, squeeze, take, topk, upsampling, where),
         )
     },
-    **dict.fromkeys(("Convolution_v1", "Deconvolution"), convolution),
-    **dict.fromkeys(("SyncBatchNorm", "BatchNorm_v1", "BatchNormWithReLU"), batch_norm),
-    **{"Pooling_v1": pooling, "SparseEmbedding": embedding},
+    **dict.fromkeys(("SyncBatchNorm", "BatchNormWithReLU"), batch_norm),
+    **{"Deconvolution": convolution, "SparseEmbedding": embedding},
     "argsort": sort,
     "reshape_like": reshape,
     "slice": slices,

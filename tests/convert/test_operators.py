@@ -100,9 +100,6 @@ def cases(x, ties, other, unit, positive, index, which, image, other_image, word
             options = {"kernel": (3, 3), "stride": (2, 4), "pad": (pad, pad), "pool_type": kind, "p_value": 2}
             yield f"Pooling {kind} {rounding}", s.Pooling(image, pooling_convention=rounding, **options)
         yield f"Pooling {kind} global", s.Pooling(image, global_pool=True, pool_type=kind, p_value=2, kernel=(1, 1))
-    for kind in ("max", "avg", "sum"):
-        options = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "pool_type": kind, "pooling_convention": "full"}
-        yield f"Pooling_v1 {kind}", s.Pooling_v1(image, **options)
     yield "Pooling lp 1", s.Pooling(image, kernel=(3, 3), pool_type="lp", p_value=1)
     for k, options in enumerate(
         (
