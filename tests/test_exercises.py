@@ -17,7 +17,7 @@ import runs
 from gluon_mgpu import exercises
 from gluon_mgpu.commands.exercise import _csv
 from gluon_mgpu.commands.exercise import exercise as command
-from gluon_mgpu.exercises import Mistake, cases, diagnosis, grading
+from gluon_mgpu.exercises import Mistake, answers, cases, diagnosis, grading
 
 # Answers begin with a line "## EXERCISE: MISTAKE" or "## EXERCISE: correct"; see `exercises.edited` for what follows.
 # Those in the package are the known mistakes. The others are recognized by rules, or described.
@@ -124,7 +124,7 @@ CASES = [
 
 def graded(answer, folder, **options):
     (folder / "answer.py").write_text(answer)
-    [only] = exercises.answers(str(folder / "answer.py"))
+    [only] = answers.in_file(str(folder / "answer.py"))
     return grading.grade(only, **options)
 
 
@@ -176,7 +176,7 @@ def test_a_file_that_names_no_exercise_is_a_wrong_command(tmp_path, capfd):
 def test_an_answer_is_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):  # an endless file, a pipe that blocks, a folder
-        assert exercises.answers(path)[0].problem
+        assert answers.in_file(path)[0].problem
 
 
 def test_the_page_shows_what_check_prints():
@@ -252,7 +252,7 @@ def test_a_class_is_checked_file_by_file_and_cell_by_cell(tmp_path):
 def test_a_learners_own_folders_are_no_students(tmp_path):
     (tmp_path / "a.py").write_text(SUM)
     (tmp_path / "runs").mkdir()
-    assert [answer.path for answer in exercises.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
+    assert [answer.path for answer in answers.find([str(tmp_path)])] == [str(tmp_path / "a.py")]
 
 
 def test_links_lead_to_other_folders_of_students_but_to_no_answer_twice(tmp_path, capsys):
@@ -270,14 +270,14 @@ def test_links_lead_to_other_folders_of_students_but_to_no_answer_twice(tmp_path
     }
     for name, target in links.items():
         (tmp_path / "answers" / name).symlink_to(target)
-    found = exercises.find([str(tmp_path / "answers")])
+    found = answers.find([str(tmp_path / "answers")])
     assert [answer.student for answer in found] == ["ada", "bob", "cy"] and not any(answer.problem for answer in found)
     assert capsys.readouterr().err.count("\n") == 5
 
 
 def test_no_cell_of_the_table_is_a_formula_for_a_spreadsheet():
     files = "=a/b.py", " +1", "-1.py", "@x", "a.py"
-    graded = [(exercises.Answer(path, problem="none"), exercises.Mistake("no-answer", "")) for path in files]
+    graded = [(answers.Answer(path, problem="none"), Mistake("no-answer", "")) for path in files]
     rows = list(csv.reader(_csv(graded).decode("utf-8-sig").splitlines()))
     assert len(rows) == 6 and sum(cell.startswith("'") for row in rows for cell in row) == 8
     assert not any(cell.strip()[:1] in tuple("=+-@") for row in rows for cell in row)
@@ -290,7 +290,7 @@ def test_the_students_in_a_folder_are_the_same_however_its_path_is_written(tmp_p
     (folder / "ada" / "a.py").write_text(SUM)
     monkeypatch.chdir(folder)
     for path in (".", "./", "../class", "../class/", str(folder)):
-        found = exercises.find([path])
+        found = answers.find([path])
         assert [(answer.student, bool(answer.problem)) for answer in found] == [("ada", False), ("bob", True)]
 
 
@@ -306,7 +306,7 @@ def test_a_student_whose_folder_cannot_be_read_is_not_lost(tmp_path, monkeypatch
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", without_bob)  # root may read all folders
-    found = exercises.find([str(tmp_path)])
+    found = answers.find([str(tmp_path)])
     assert [(answer.student, bool(answer.problem)) for answer in found] == [("ada", False), ("bob", True)]
 
 
@@ -314,7 +314,7 @@ def test_students_of_the_same_name_in_two_folders_are_two(tmp_path):
     for folder in ("monday", "friday"):
         (tmp_path / folder / "ada").mkdir(parents=True)
         (tmp_path / folder / "ada" / "a.py").write_text(SUM)
-    found = exercises.find([str(tmp_path / "monday"), str(tmp_path / "friday")])
+    found = answers.find([str(tmp_path / "monday"), str(tmp_path / "friday")])
     assert [answer.student for answer in found] == [str(tmp_path / name / "ada") for name in ("monday", "friday")]
 
 
@@ -327,7 +327,7 @@ def test_copies_of_the_package_and_of_our_solutions_are_no_answers_and_their_stu
     (tmp_path / "ada/gluon_mgpu-main/tests").mkdir()
     (tmp_path / "ada/gluon_mgpu-main/tests/test_a.py").write_text("x = 1\n")
     (tmp_path / "cy_1234_tree.py").write_text(exercises.solution("tree") + "\n")
-    found = exercises.find([str(tmp_path)])
+    found = answers.find([str(tmp_path)])
     assert [(answer.student, answer.name) for answer in found] == [("ada", "tree"), ("cy", ""), ("bob", "")]
     assert capsys.readouterr().err.count("\n") == 2
 
@@ -336,13 +336,13 @@ def test_files_of_a_learning_platform_belong_to_the_students_in_their_names(tmp_
     names = ("ada_1234_tree.py", "ada_LATE_1235_77_ring.py", "Bob Lee_22_assignsubmission_file_tree.py", "tree_2.py")
     for name in names:
         (tmp_path / name).write_text(SUM)
-    students = {Path(answer.path).name: answer.student for answer in exercises.find([str(tmp_path)])}
+    students = {Path(answer.path).name: answer.student for answer in answers.find([str(tmp_path)])}
     assert [students[name] for name in names] == ["ada", "ada", "Bob Lee", ""]
 
 
 @pytest.mark.slow
 def test_each_student_gets_a_file_with_the_diagnoses_and_points_for_the_exercises_that_count(tmp_path):
-    answers = {"ada/a.py": SUM, "ada/b.py": SPLIT, "bob lee/a.py": NO_COPY, "bob_lee/a.py": SUM}
+    answers = {"ada/a.py": SUM, "ada/b.py": SPLIT, "bob/a.py": NO_COPY, "bob-3/a.py": SUM, "bob?/a.py": SUM}
     for name, content in answers.items():
         (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "answers" / name).write_text(content)
@@ -350,10 +350,15 @@ def test_each_student_gets_a_file_with_the_diagnoses_and_points_for_the_exercise
     assert run(*words, folder=tmp_path).returncode == 1
     with open(tmp_path / "points.csv", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["student"], row["points"]) for row in rows] == [("ada", "1"), ("bob lee", "0"), ("bob_lee", "1")]
+    assert [(row["student"], row["points"]) for row in rows] == [
+        ("ada", "1"),
+        ("bob", "0"),
+        ("bob-3", "1"),
+        ("bob?", "1"),
+    ]
     assert {"allreduce", "tree"} <= rows[0].keys() and "split" not in rows[0]
     texts = sorted(path.read_text() for path in (tmp_path / "out").iterdir())
-    assert len(texts) == 3 and sum("no-broadcast" in text for text in texts) == 1
+    assert len(texts) == 4 and sum("no-broadcast" in text for text in texts) == 1
     assert run("grade", "answers", "--only", "trees", folder=tmp_path).returncode == 2
 
 

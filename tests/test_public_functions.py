@@ -103,7 +103,8 @@ def test_a_data_set_that_a_program_has_changed_is_checked_again():
     empty = DATA._replace(test_images=IMAGES[:0], test_labels=LABELS[:0])
     for name, wrong in (("test_images", empty), ("train_labels", DATA._replace(train_labels=DATA.train_labels[1:]))):
         refuses(name, train, "scratch", dataset=wrong, **settings)
-    refuses("train_labels", train, "scratch", dataset=DATA._replace(train_labels=-DATA.train_labels.astype(int)))
+    for labels in (-DATA.train_labels.astype(int), DATA.train_labels + 5):  # of more classes than this data has
+        refuses("train_labels", train, "scratch", dataset=DATA._replace(train_labels=labels))
     for wrong in (IMAGES, DATA[1:5], ["mnist"], 5):
         refuses("dataset", train, "scratch", dataset=wrong, **settings)
 

@@ -46,7 +46,7 @@ CLAIMS = {
         gluon-mgpu check my_ddp.py --processes 2,3 --even
     """,
 )
-@click.argument("lesson", metavar="FILE.py|scratch|highlevel")
+@click.argument("impl", metavar="FILE.py|scratch|highlevel")
 @common.option(
     "--processes",
     type=Numbers(click.IntRange(2)),
@@ -64,18 +64,18 @@ CLAIMS = {
 )
 @common.settings(*OF_LESSONS, gpus=DEVICES, dataset=OWN)
 @click.pass_context
-def check(context: click.Context, lesson: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
+def check(context: click.Context, impl: str, processes: Sequence[int], seconds: float, **options: Any) -> None:
     """Take a few steps on several devices and on one, and compare them claim by claim. FILE.py is your changed copy of
     scratch.py or highlevel.py, or a file with a step in PyTorch (in processes) or JAX (on devices of one process), such
     as docs/pytorch/ddp.py. Exit status: 0 if the steps are the same, 1 if they differ, 3 if they cannot be compared.
 
     The images are random. With --dataset own, they have the shape and the classes of your data."""
-    steps, even, framework = options.pop("steps"), options.pop("even"), checks.framework(lesson)
+    steps, even, framework = options.pop("steps"), options.pop("even"), checks.framework(impl)
     for name in OF_LESSONS if framework else OF_FILES:
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             raise UsageError(name, None, f"only for {'MXNet' if framework else 'PyTorch and JAX'}")
     if framework:
-        _print_and_exit(context, lesson, checks.compare_file(lesson, processes, steps, even, seconds))
+        _print_and_exit(context, impl, checks.compare_file(impl, processes, steps, even, seconds))
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before MXNet loads; with TF32, sums on GPUs differ by 1e-3
     if options["data_dir"] is not None and options["dataset"] != "own":
         raise UsageError("data_dir", options["data_dir"], f"needs {setting('dataset', 'own')}: other images are random")
@@ -87,17 +87,17 @@ def check(context: click.Context, lesson: str, processes: Sequence[int], seconds
     if options["dataset"]:
         own = datasets.load("own", options["data_dir"])
         shape, classes = own.image_shape, own.classes
-    config = Config(impl=lesson, **{name: options[name] for name in OF_STEP})
+    config = Config(impl=impl, **{name: options[name] for name in OF_STEP})
     _print_and_exit(
         context,
-        lesson,
-        compare_lesson(lesson, ctx, config, shape, classes, steps, even, [len(ctx)] if options["gpus"] else processes),
+        impl,
+        compare_lesson(impl, ctx, config, shape, classes, steps, even, [len(ctx)] if options["gpus"] else processes),
     )
 
 
-def _print_and_exit(context: click.Context, lesson: str, report: Report) -> NoReturn:
+def _print_and_exit(context: click.Context, file: str, report: Report) -> NoReturn:
     words = {"unit": report.unit, "units": UNITS[report.unit]}
     rows = [["no" if r else "yes", CLAIMS[claim].format(**words), r] for claim, r in report.claims.items()]
-    for line in [*log.table(rows, align="<"), *report.notes, f"{lesson} {report.line}"]:
+    for line in [*log.table(rows, align="<"), *report.notes, f"{file} {report.line}"]:
         click.echo(line)
     context.exit(report.status)

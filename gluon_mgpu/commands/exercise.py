@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 import re
 import shlex
@@ -16,7 +17,8 @@ import click
 
 from gluon_mgpu import exercises
 from gluon_mgpu.commands import common
-from gluon_mgpu.exercises import Answer, Mistake, grading
+from gluon_mgpu.exercises import Mistake, grading
+from gluon_mgpu.exercises.answers import SUFFIXES, Answer, find, in_file
 from gluon_mgpu.support import files, log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError, command, setting
 from gluon_mgpu.support.params import FILE, FOLDER, FloatRange
@@ -53,12 +55,7 @@ def exercise() -> None:
 @exercise.command("list", examples="gluon-mgpu exercise list")
 def list_() -> None:
     """List the exercises, each with its page, and show which are started or solved in this folder."""
-    here = [
-        answer
-        for path in sorted(os.listdir())
-        if path.endswith(exercises.SUFFIXES)
-        for answer in exercises.answers(path)
-    ]
+    here = [answer for path in sorted(os.listdir()) if path.endswith(SUFFIXES) for answer in in_file(path)]
     progress = dict.fromkeys((answer.name for answer in here), "started")
     progress |= {answer.name: "solved" for answer in here if answer.is_solved}
     rows = [
@@ -116,7 +113,7 @@ def grade(
     per exercise. The files of --csv and --feedback are rewritten after each answer. Exit status: 0 if each file or
     student has only correct answers, else 1."""
     names = only or exercises.NAMES
-    answers = [answer for answer in exercises.find(paths) if not answer.name or answer.name in names]
+    answers = [answer for answer in find(paths) if not answer.name or answer.name in names]
     if not answers:
         raise UsageError("only", ",".join(names), "no answers to these exercises")
     if csv_file:
@@ -202,7 +199,8 @@ def _write_feedback(folder: str, graded: Graded) -> Error | None:
     names: dict[str, str] = {}  # {student: file}
     for student in (_student(answer) for answer, _ in graded):
         name = re.sub(r"[^\w.-]+", "_", student).strip("._") or "student"
-        names.setdefault(student, f"{name}-{len(names)}" if name in names.values() else name)
+        free = (f"{name}-{n}" if n else name for n in itertools.count())
+        names.setdefault(student, next(name for name in free if name not in names.values()))
     last = _student(graded[-1][0])
     reports = [
         f"{log.printable(answer.label)}: {log.printable(answer.problem or mistake.case)}"

@@ -54,7 +54,10 @@ def open_libraries() -> None:
         os.environ.setdefault(name, "0")
     kernels = built_kernels()
     if kernels and any(major not in KERNELS for _, major, _ in driver_gpus()):
-        _open(str(kernels))  # before all others, so that MXNet registers its kernels there
+        try:
+            _open(str(kernels))  # before all others, so that MXNet registers its kernels there
+        except OSError as error:
+            raise Error(f"{error}: run `gluon-mgpu compile MXNET` again (docs/install.md)") from error
         # MXNet would compile joined operators with NVRTC, which may not know this GPU.
         os.environ.setdefault("MXNET_USE_FUSION", "0")
     try:

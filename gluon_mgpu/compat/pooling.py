@@ -15,12 +15,11 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-
-from gluon_mgpu.compat.processor import channel_block
 
 BLOCK = 8  # oneDNN's fast code takes numbers of channels that are multiples of this
 
@@ -33,9 +32,23 @@ def install(mx: ModuleType) -> None:
     mx.nd.Pooling = mx.nd.op.Pooling = _of_arrays(mx.nd.Pooling)
     for module in (mx.npx, mx.nd.numpy_extension):
         module.pooling = _of_arrays(module.pooling)
-    mx.nd.CachedOp = functools.partial(CachedOp, mx, mx.nd.CachedOp)
+    CachedOp.mx, CachedOp.compiled = mx, mx.nd.CachedOp
+    mx.nd.CachedOp = CachedOp
     symbol = mx.sym.Symbol
     symbol.bind, symbol.simple_bind = _compiled_first(mx, symbol.bind), _compiled_first(mx, symbol.simple_bind)
+
+
+def channel_block() -> int:
+    """The number of channels that oneDNN's fast code computes at once: 16 with AVX-512, 8 with AVX2, else 1.
+
+    This depends on the processor and on DNNL_MAX_CPU_ISA, which limits what oneDNN uses.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    flags, limit = found[1].split() if found else [], os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
+    if limit in ("SSE41", "AVX") or "avx2" not in flags:
+        return 1
+    return 16 if "avx512bw" in flags and not limit.startswith("AVX2") else 8
 
 
 def _of_arrays(pooling: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +68,11 @@ def _of_arrays(pooling: Callable[..., Any]) -> Callable[..., Any]:
 class CachedOp:
     """A hybridized network, compiled when it is called, because its inputs' shapes and types are known then."""
 
-    def __init__(self, mx: ModuleType, compiled: Callable[..., Any], sym: Any, flags: Any = ()) -> None:
-        self.mx, self.compiled, self.sym, self.flags = mx, compiled, sym, flags
+    mx: ModuleType
+    compiled: Callable[..., Any]  # MXNet's own class
+
+    def __init__(self, sym: Any, flags: Any = ()) -> None:
+        self.sym, self.flags = sym, flags
         self.inputs = dict(flags).get("data_indices", ())
         self.by_types: dict[tuple[Any, ...], Any] = {}  # for each combination of types that the inputs have had
 

@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     own_threads: bool = False
 
 
+_functions: list[object] = []  # that MXNet's engine calls
 _plan = Plan()
 _prepared: Plan | None = None
 _stock = False
@@ -229,6 +230,7 @@ def use_one_thread(index: int) -> None:
         done.set()
 
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(change)
+    _functions.append(function)  # the engine's thread is still in it after `done` is set
     context = ctypes.byref((ctypes.c_int * 2)(1, index))  # (kind, index); 1: CPU
     push = mx.base._LIB.MXEnginePushSync
     mx.base.check_call(push(function, none, none, context, none, 0, none, 0, none, 0, b"one OpenMP thread"))

@@ -7,6 +7,7 @@ package. The SHA-256 of each decompressed file is checked.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import secrets
@@ -25,7 +26,7 @@ import numpy as np
 import platformdirs
 
 from gluon_mgpu.data import own_data
-from gluon_mgpu.support import files, log, subprocesses
+from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error, UsageError, check_whole
 
 if TYPE_CHECKING:
@@ -103,7 +104,12 @@ class Dataset(NamedTuple):
 
         Exceptions: see `own`.
         """
-        return Dataset(self.name, *own_data.checked(*self[1:5]), self.source)
+        data = Dataset(self.name, *own_data.checked(*self[1:5]), self.source)
+        for name, labels in (("train_labels", data.train_labels), ("test_labels", data.test_labels)):
+            if labels.max() >= data.classes:
+                advice = f"{self.name} has {data.classes} classes, counted from 0; pass other data as datasets.own"
+                raise UsageError(name, int(labels.max()), advice)
+        return data
 
     def first(self, limit: int | None) -> Dataset:
         """The first `limit` training examples and the first max(limit // 6, 100) test examples; None: all.
@@ -332,7 +338,12 @@ def _missing(folder: Path, name: str) -> list[str]:
 
 def _content(path: Path, name: str) -> bytes:
     """Read and decompress a file of data set `name`. Raises Error if it cannot be read or its SHA-256 is wrong."""
-    content = files.read_decompressed(path, MOST)
+    try:
+        with open(path, "rb") as file:
+            is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            content = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(MOST)
+    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
+        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
     if hashlib.sha256(content).hexdigest() != SHA256[name][path.name.replace(".gz", "")]:
         raise Error(f"{path}: damaged, or not from {name}: its SHA-256 is wrong; replace it")
     return content

@@ -18,9 +18,22 @@ import numpy as np
 from numpy import allclose, isclose  # here, because an answer may replace np.allclose
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import Mistake, processes, steps, sums
-from gluon_mgpu.exercises.cases import REPLACED, Case, Function, Numbers, Results, Trial, first, same, shown
-from gluon_mgpu.exercises.events import Call, traffic, waits
+from gluon_mgpu.exercises import Mistake
+from gluon_mgpu.exercises.cases import (
+    REPLACED,
+    Case,
+    Function,
+    Numbers,
+    Results,
+    Trial,
+    first,
+    processes,
+    same,
+    shown,
+    steps,
+    sums,
+)
+from gluon_mgpu.exercises.cases.events import Call, traffic, waits
 
 Message = Callable[[BaseException], str]  # describes an error in one line
 Known = Iterator[tuple[str, "Trial | str"]]  # known mistakes: their names, and their trials or error messages

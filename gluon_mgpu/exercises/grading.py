@@ -20,7 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu import exercises
-from gluon_mgpu.exercises import Answer, Mistake
+from gluon_mgpu.exercises import Mistake, answers
+from gluon_mgpu.exercises.answers import Answer
 from gluon_mgpu.support import log, subprocesses
 from gluon_mgpu.support.errors import Error
 
@@ -199,7 +200,7 @@ def main(path: str, cell: str, key: str) -> None:
             resource.setrlimit(limit, (value, value))
     sys.path.append(str(Path(path).parent.absolute()))  # the last: it may contain a random.py, too
     try:
-        [answer] = [answer for answer in exercises.answers(path) if str(answer.cell or "") == cell]
+        [answer] = [answer for answer in answers.in_file(path) if str(answer.cell or "") == cell]
         run_cases(answer.name, answer.code, answer.label)
         send()  # no mistake
     except Mistake as mistake:

@@ -1,13 +1,29 @@
-"""Lets MXNet 1.9.1 on CPUs do what earlier versions, or MXNet on GPUs, did; or explains why it cannot."""
+"""Lets Python, and MXNet 1.9.1 on CPUs, do what earlier versions, or MXNet on GPUs, did; or explains why it cannot.
+
+All changes affect only this process. A name that still exists is left as it is.
+"""
 
 from __future__ import annotations
 
+import collections
+import collections.abc
+import errno
+import inspect
+import math
 import re
 from types import ModuleType
 from typing import Any
 
-from gluon_mgpu.old import names
-
+ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
+# {module: {name removed from 2016 to 2022: a name beside it, or a value}}
+STANDARD_NAMES: dict[str, dict[str, Any]] = {
+    "collections": {name: getattr(collections.abc, name) for name in collections.abc.__all__},
+    "fractions": {"gcd": math.gcd},
+    "inspect": {"getargspec": lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])},
+    "os": {"errno": errno},
+    "platform": {"linux_distribution": lambda *_, **__: ("", "", "")},
+    "time": {"clock": "perf_counter"},
+}
 ADVICE = (  # (pattern of MXNet's error, what to do)
     (
         "Check failed: !is_view|could not (create|execute) a ",  # of oneDNN; also Deconvolution with target_shape
@@ -17,10 +33,17 @@ ADVICE = (  # (pattern of MXNet's error, what to do)
 )
 
 
+def restore(module: Any, names: dict[str, Any]) -> None:
+    """Add names to a module. names: {name: value, or the name of one beside it}."""
+    for name, value in names.items():
+        if name not in vars(module):
+            setattr(module, name, getattr(module, value) if isinstance(value, str) else value)
+
+
 def replace(mx: ModuleType) -> None:
     """Change the imported mxnet, which is version 1."""
-    names.restore(mx.gluon, {"autograd": mx.autograd})
-    names.restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
+    restore(mx.gluon, {"autograd": mx.autograd})
+    restore(mx.optimizer, vars(mx.optimizer.optimizer))  # was a module, with the functions that it imports
     metric, reset_local = mx.metric.EvalMetric, mx.metric.EvalMetric.reset_local
     metric.reset_local = lambda self: (reset_local if type(self).reset is metric.reset else type(self).reset)(self)
     split = mx.gluon.utils.split_data

@@ -1,4 +1,4 @@
-"""Versions of packages that old programs were written for. docs/old-programs.md has the reasons."""
+"""Versions of packages that old programs were written for: newer NumPy, pandas and Pillow lack names that they use."""
 
 from __future__ import annotations
 

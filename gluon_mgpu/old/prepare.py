@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from gluon_mgpu.compat import hooks, startup
-from gluon_mgpu.old import contexts, downloads, explain, names, packages
+from gluon_mgpu.old import contexts, differences, downloads, explain, packages
 from gluon_mgpu.support import log, subprocesses
 
 VARIABLE = "GLUON_MGPU_RUN"  # holds Preparation as JSON
@@ -62,8 +62,8 @@ def prepare() -> None:
     if VARIABLE not in os.environ:
         return
     settings = given()
-    for name, restored in names.STANDARD_NAMES.items():
-        hooks.on_import(name, functools.partial(names.restore, names=restored))
+    for name, names in differences.STANDARD_NAMES.items():
+        hooks.on_import(name, functools.partial(differences.restore, names=names))
     hooks.on_import("urllib.request", functools.partial(downloads.replace_urlopen, data_dir=settings.data_dir))
     for name in ("mxnet.gluon.utils", "mxnet.test_utils", "gluoncv.utils.download"):
         hooks.on_import(name, functools.partial(downloads.replace_download, data_dir=settings.data_dir))
@@ -95,8 +95,6 @@ def _keep_packages(pip: Any) -> None:
 
 
 def _prepare_mxnet(mx: ModuleType, settings: Preparation) -> None:
-    from gluon_mgpu.old import differences
-
     contexts.replace(mx, settings.gpus)
     if mx.__version__ < "2":
         differences.replace(mx)

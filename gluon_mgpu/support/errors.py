@@ -80,13 +80,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 def setting(name: str, value: object = None) -> str:
-    """Write a setting as the caller does: `epochs=5` in Python, `--epochs 5` on the command line. If the value is None,
-    write only the name."""
+    """Write a setting as the caller does: `epochs=5` in Python, `--epochs 5` or just the value of an argument on the
+    command line. If the value is None, write only the name."""
     option = caller.options.get(name)
     if not option:
         return name if value is None else f"{name}={_repr(value)}"
     if value is False:
         return option.replace("--", "--no-", 1)
+    if not option.startswith("-") and value is not None:
+        return shlex.quote(shown(value))
     return option if value is None or value is True else f"{option} {shlex.quote(shown(value))}"
 
 

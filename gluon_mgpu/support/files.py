@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import stat
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import BinaryIO
 from gluon_mgpu.support.errors import Error, UsageError, setting
 
 PART = ".part"  # suffix of a file that is being written
+SHORT = 40  # characters of a name, which may be as long as the file system allows
 
 
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -44,7 +43,7 @@ def write_in(folder: int, name: str, write: Callable[[BinaryIO], object]) -> Non
     folder: its file descriptor. The new file has the permissions of the one that it replaces. Raises OSError if writing
     fails.
     """
-    temporary = f".{name}.{os.getpid()}{PART}"
+    temporary = f".{name[:SHORT]}.{os.getpid()}{PART}"
     try:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
@@ -95,19 +94,6 @@ def lock(folder: str | Path, name: str) -> int:
         if isinstance(error, BlockingIOError):
             raise UsageError(name, folder, "another process is writing to this folder; wait until it exits") from None
         raise Error(f"{setting(name, folder)}: cannot lock the folder ({error.strerror}); use another folder") from None
-
-
-def read_decompressed(path: str | Path, limit: int) -> bytes:
-    """Read a file, and decompress it if it is a gzip file. limit: number of bytes to read at most.
-
-    Raises Error if it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            return (gzip.GzipFile(fileobj=file) if is_compressed else file).read(limit)
-    except (OSError, EOFError, zlib.error) as error:  # a bad gzip file raises an OSError without strerror
-        raise Error(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); replace it") from error
 
 
 def read(path: str | Path) -> bytes:

@@ -59,7 +59,8 @@ def fail(line: str, status: int, error: BaseException | None = None) -> NoReturn
         _print(f"worker {rank}: {line}", error)
     if comm is None:
         sys.exit(status)
-    sys.stdout.flush()
+    with suppress(OSError, ValueError):  # standard output may be what failed
+        sys.stdout.flush()
     with suppress(OSError):  # standard error is not a pipe
         unread, until = array.array("i", [1]), time.monotonic() + SECONDS_TO_READ
         while unread[0] and time.monotonic() < until:  # mpiexec drops what it has not read when the run is aborted

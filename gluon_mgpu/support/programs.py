@@ -17,7 +17,8 @@ from typing import Any
 from gluon_mgpu.support import errors
 
 PACKAGE = str(Path(__file__).parents[1])
-LIBRARIES = tuple({sysconfig.get_path("stdlib"), *site.getsitepackages(), PACKAGE, "<frozen"})
+FOLDERS = {sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages(), PACKAGE}  # of libraries
+LIBRARIES = ("<frozen", *(os.path.join(folder, "") for folder in FOLDERS))
 
 _folders: set[str] = set()  # which the user's files have added to sys.path
 _beside: set[str] = set()  # names of the modules that these files have imported from their own folders

@@ -5,6 +5,7 @@ This module imports no mxnet; `load` does.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -90,7 +91,7 @@ class Lesson(NamedTuple):
 
     def for_training(self, config: Config, given: Collection[str]) -> Config:
         """The settings for training with this lesson, even if it is not the resumed run's lesson: settings that may
-        change and are not given get their defaults if the lesson does not have them.
+        change and are not given get their defaults if the lesson does not have them. impl is the lesson's full name.
 
         given: names of the settings that the user passed. Raises UsageError if one of them has no meaning in this
         lesson, or if the run needs one that has none.
@@ -103,7 +104,10 @@ class Lesson(NamedTuple):
             if not SETTINGS[name].changeable:
                 used, has = setting(name, getattr(config, name)), " and ".join(SETTINGS[name].lessons)
                 raise UsageError("impl", self.name, f"the run used {used}, which only {has} can continue")
-        return config.with_defaults(others) if others else config
+        changes = {name: getattr(Config, name) for name in others}
+        if config.impl != self.full_name:
+            changes["impl"] = self.full_name
+        return dataclasses.replace(config, **changes) if changes else config
 
     def _refused(self, name: str, value: object) -> UsageError:
         others = " and ".join(SETTINGS[name].lessons)

@@ -175,7 +175,7 @@ def _say_if_guessing(history: list[Epoch], classes: int, steps_per_epoch: int) -
     guessing = math.log(classes)  # the loss if every class has the same probability
     late = [epoch for epoch in history if epoch.epoch * steps_per_epoch >= PLATEAU_STEPS]
     guesses = [epoch for epoch in late if abs(epoch.train_loss - guessing) < 0.01 * guessing]
-    if guesses == history[-1:]:
+    if len(guesses) == 1 and guesses[0] is history[-1]:
         log.say(
             f"a mean loss of {history[-1].train_loss:.2f} is no better than guessing: with small initial weights, this "
             "is normal for a few hundred steps; after that, check that each image keeps its label, and try a larger "

@@ -25,7 +25,7 @@ from gluon_mgpu.data.datasets import IMAGE_SHAPE
 from gluon_mgpu.support.errors import Error, UsageError, reason
 from gluon_mgpu.training import lessons, registry, tuning
 from gluon_mgpu.training.config import Config
-from gluon_mgpu.training.lessons import Lesson, name_of
+from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.registry import LENET_NAMES
 from gluon_mgpu.training.workers import Group
 
@@ -39,8 +39,11 @@ class Model(ABC):
 
     running_stats: Sequence[str] = ()  # names of the running statistics of batch normalization in `arrays`
 
-    def __init__(self, lesson: ModuleType, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
-        self.lesson, self.ctx, self.config, self.image_shape = lesson, ctx, config, tuple(image_shape)
+    def __init__(self, lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        self.lesson, self.lesson_name = lesson.module, lesson.name
+        self.ctx, self.config, self.image_shape = ctx, config, tuple(image_shape)
+        if config.shares and len(config.shares) != len(ctx):
+            raise UsageError("shares", config.shares, f"needs one number for each device, and there are {len(ctx)}")
 
     @abstractmethod
     def step(self, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -84,6 +87,22 @@ class Model(ABC):
             which = "only the checkpoint has" if others.get(name) == shape else "the checkpoint lacks"
             raise Error(f"the checkpoint is from a different network or lesson: {which} {name} {shape}")
 
+    def check_scores(self, classes: int, exactly: bool = False) -> None:
+        """Raise UsageError unless the network has a score for each class. exactly: whether more are an error, too."""
+        try:
+            scores = self.predict(nd.zeros((1, *self.image_shape), ctx=self.ctx[0])).shape
+        except (mx.MXNetError, ValueError, AssertionError) as error:
+            raise self._unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+        if scores[:1] != (1,) or len(scores) != 2 or scores[1] < classes or (exactly and scores[1] > classes):
+            raise self._unfit(f"returns scores of shape {scores} for one image, but needs (1, {classes})")
+
+    def _unfit(self, why: str) -> UsageError:
+        """The error for a network that does not fit the data."""
+        if self.config.model != "lenet":
+            return UsageError("model", self.config.model, f"the network {why}")
+        hint = "copy scratch.py or highlevel.py, change its network, and pass your file"
+        return UsageError("impl", self.config.impl, f"the network {why}; {hint}")
+
     def evaluate_accuracy(self, data_iter: Iterable[tuple[NDArray, NDArray]]) -> float:
         accuracy = self.lesson.evaluate_accuracy(data_iter, self.predict, self.ctx)
         if not (isinstance(accuracy, Real) and 0 <= float(accuracy) <= 1):
@@ -118,7 +137,7 @@ class Model(ABC):
     def wrong(self, function: str, returned: object, right: str) -> UsageError:
         """The error for a function of the lesson that returns something wrong."""
         advice = "add its return statement" if returned is None else f"it must return {right}"
-        return UsageError("impl", name_of(self.lesson), f"{function} returned {returned!r:.60}; {advice}")
+        return UsageError("impl", self.lesson_name, f"{function} returned {returned!r:.60}; {advice}")
 
     def grads(self, device: int = 0) -> dict[str, NDArray]:
         """The gradients on one device, by the names of their parameters."""
@@ -155,8 +174,8 @@ class Model(ABC):
 class ArrayModel(Model):
     """device_params: one list of parameters per device, as in `scratch`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        super().__init__(lesson, ctx, config, image_shape)
         params = self._call("init_params")
         self.device_params = [self._call("get_params", params, c) for c in self.ctx]
         self.names = _array_names([param.ndim for param in params])
@@ -192,9 +211,8 @@ class GluonModel(Model):
     """lesson_net: the network as the lesson writes it, with all its replicas. net: the network that computes, which is
     the same one, except with `--tune`. trainer: a gluon.Trainer, which sums the gradients and updates."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        config, ctx = self.config, self.ctx
+    def __init__(self, lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int]) -> None:
+        super().__init__(lesson, ctx, config, image_shape)
         self.network = registry.get(config.model)
         self.lesson_net = self.net = self._create_net()
         if config.tune:
@@ -225,18 +243,18 @@ class GluonModel(Model):
         elif "init" in inspect.signature(initialize).parameters:
             initialize(net, self.ctx, init=network.init)
         else:
-            advice = f"needs an initializer of its own, but initialize in {name_of(self.lesson)} has no argument init"
+            advice = f"needs an initializer of its own, but initialize in {self.lesson_name} has no argument init"
             raise UsageError("model", self.config.model, advice)
         net.hybridize(self.config.hybridize, static_alloc=True, static_shape=True)
         try:
             with redirect_stdout(io.StringIO()):  # if shapes do not fit, MXNet prints its arguments
                 if not all({*self.ctx} <= {*p.list_ctx()} for p in net.collect_params().values()):
                     advice = "initialize must put the parameters on all devices: net.initialize(init, ctx=ctx)"
-                    raise UsageError("impl", name_of(self.lesson), advice)
+                    raise UsageError("impl", self.lesson_name, advice)
                 for c in self.ctx:  # creates the parameters; if only one device did this, the others would be slower
                     net(nd.zeros((1, *self.image_shape), ctx=c))
         except (mx.MXNetError, RuntimeError, ValueError) as error:
-            raise unfit(self.config, f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
+            raise self._unfit(f"does not accept images of shape {self.image_shape} ({reason(error)})") from None
         return net
 
     def _tuned(self) -> gluon.Block:
@@ -305,42 +323,20 @@ def create_model(
     config: Config | None = None,
     image_shape: Sequence[int] = IMAGE_SHAPE,
     classes: int = 10,
-    exactly: bool = False,
 ) -> Model:
     """Create the model of a lesson on the devices in ctx, with new parameters.
 
     impl: a lesson, or its name or path, as in `lessons.load`. config: default: plain SGD, as in the notebooks.
-    image_shape: (channels, height, width). classes: number of classes. exactly: whether more scores are an error.
+    image_shape: (channels, height, width). classes: number of classes; the network may have more scores.
     Raises UsageError if the settings, the devices, the network and the data do not fit together.
     """
     startup.check_contexts(ctx)
     lesson = lessons.describe(impl if isinstance(impl, ModuleType) else lessons.load(impl))
     config = config or Config(impl=lesson.name)
     lesson.check_settings(config)
-    return model_of(lesson, ctx, config, image_shape, classes, exactly)
-
-
-def model_of(
-    lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int, exactly: bool
-) -> Model:
-    """Create the model of a lesson with settings that it has: see `create_model`."""
-    if config.shares and len(config.shares) != len(ctx):
-        raise UsageError("shares", config.shares, f"needs one number for each device, and there are {len(ctx)}")
-    model = MODELS[lesson.family](lesson.module, ctx, config, image_shape)
-    try:
-        scores = model.predict(nd.zeros((1, *model.image_shape), ctx=ctx[0])).shape
-    except (mx.MXNetError, ValueError, AssertionError) as error:
-        raise unfit(config, f"does not accept images of shape {model.image_shape} ({reason(error)})") from None
-    if scores[:1] != (1,) or len(scores) != 2 or scores[1] < classes or (exactly and scores[1] > classes):
-        raise unfit(config, f"returns scores of shape {scores} for one image, but needs (1, {classes})")
+    model = MODELS[lesson.family](lesson, ctx, config, image_shape)
+    model.check_scores(classes)
     return model
-
-
-def unfit(config: Config, why: str) -> UsageError:
-    """The error for a network that does not fit the data."""
-    name, value = ("impl", config.impl) if config.model == "lenet" else ("model", config.model)
-    hint = "" if name == "model" else "; copy scratch.py or highlevel.py, change its network, and pass your file"
-    return UsageError(name, value, f"the network {why}{hint}")
 
 
 def read_arrays(model: Any, device: int = 0) -> dict[str, np.ndarray]:

@@ -110,6 +110,8 @@ class Run(NamedTuple):
             raise ValueError(f"image_shape {shape}")
         if type(classes) is not int or classes < 1:
             raise ValueError(f"classes {classes}")
+        if settings.get("seed") is None:
+            raise ValueError("no seed")
         details["image_shape"] = shape
         return cls(Config(**Config.parse({**settings, **_devices(details)})), details, position, arrays)
 

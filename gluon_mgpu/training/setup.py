@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
-import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet
@@ -23,11 +20,11 @@ from gluon_mgpu.training.checkpoint import STATE
 from gluon_mgpu.training.config import SETTINGS, Config
 from gluon_mgpu.training.lessons import Lesson
 from gluon_mgpu.training.loop import Setup
-from gluon_mgpu.training.models import Model, model_of, read_arrays
+from gluon_mgpu.training.models import MODELS, Model, read_arrays
 from gluon_mgpu.training.record import CHANGEABLE, Position, Run
 from gluon_mgpu.training.seeds import seed_generators
 from gluon_mgpu.training.state import LessonState
-from gluon_mgpu.training.step import assemble
+from gluon_mgpu.training.step import Step, assemble
 from gluon_mgpu.training.watch import naming_what_is_not_saved, naming_what_it_does_not_call
 from gluon_mgpu.training.workers import Group
 
@@ -41,42 +38,54 @@ def set_up(
     UsageError if the settings, the devices, the lesson and the data do not fit together, or if a resumed run or another
     worker has other data.
     """
-    draws_seed = config.seed is None
-    seed = group.broadcast(secrets.randbelow(2**31)) if config.seed is None else config.seed
-    config = dataclasses.replace(config, impl=lesson.full_name, seed=seed)
     if data is None:
-        data = datasets.load(config.dataset, config.data_dir, config.limit, seed)
+        data = datasets.load(config.dataset, config.data_dir, config.limit, config.seed)
     else:
         data = data.first(config.limit)
-    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
     details = _details(ctx, data, group)
-    if recorded:
-        recorded.check_data(data, details["data_digest"], config.data_dir)
-    if group.size > 1:
-        group.agree({"the digest of the data": details["data_digest"][:8]}, "start all workers with the same data")
-    shape, classes = details["image_shape"], details["classes"]
-    warning = _compare_with_one_device(lesson, ctx, config, shape, classes)
-    seed_generators(seed)
-    model = model_of(lesson, ctx, config, shape, classes, exactly=data.name != "own")
+    _check_data(data, details["data_digest"], recorded, config, ctx, group)
+    warning = _compare_with_one_device(lesson, ctx, config, data)
+    assert config.seed is not None
+    seed_generators(config.seed)
+    model = MODELS[lesson.family](lesson, ctx, config, details["image_shape"])
+    model.check_scores(details["classes"], exactly=data.name != "own")
     state = LessonState(lesson, len(ctx), group) if callable(getattr(lesson.module, "state", None)) else None
     if recorded:
         _restore(model, state, recorded, config, lesson)
     if group.size > 1:
         model.load(group.broadcast_arrays(read_arrays(model)))
-    if draws_seed:
-        log.say(f"drew a seed; pass {setting('seed', seed)} to repeat this run")
     details["running_stats"] = bool(model.running_stats)
     run = Run(config, details, recorded.position if recorded else Position(), {})
     if recorded:
         _say_what_changed(recorded, run)
-    is_assembled = group.size > 1 or config.shares is not None
-    step = assemble(model, group) if is_assembled else model.step
-    if lesson.is_own and not warning:
+    step = _step(model, lesson, state, group, names_calls=not warning)
+    return Setup(run, data, model, step, group, state, warning)
+
+
+def _check_data(
+    data: Dataset, digest: str, recorded: Run | None, config: Config, ctx: list[Context], group: Group
+) -> None:
+    """Raise UsageError if a step would have too few examples, or if the recorded run or a worker has other data."""
+    config.check_batch_size(len(data.train_labels), group.size * len(ctx))
+    if recorded:
+        recorded.check_data(data, digest, config.data_dir)
+    if group.size > 1:
+        group.agree({"the digest of the data": digest[:8]}, "start all workers with the same data")
+
+
+def _step(model: Model, lesson: Lesson, state: LessonState | None, group: Group, names_calls: bool) -> Step:
+    """The function that takes a step. For your own lesson, its first calls name what may be a mistake.
+
+    names_calls: also name the functions that a step does not call.
+    """
+    config = model.config
+    step = assemble(model, group) if group.size > 1 or config.shares else model.step
+    if lesson.is_own and names_calls:
         built = ["lenet"] if lesson.family == "highlevel" and config.model == "lenet" else []
         step = naming_what_it_does_not_call(step, lesson, built)
     if lesson.is_own and (config.out or config.resume):
         step = naming_what_is_not_saved(step, lesson, state.local if state else dict)
-    return Setup(run, data, model, step, group, state, warning)
+    return step
 
 
 def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
@@ -93,13 +102,11 @@ def _details(ctx: list[Context], data: Dataset, group: Group) -> dict[str, Any]:
     }
 
 
-def _compare_with_one_device(
-    lesson: Lesson, ctx: list[Context], config: Config, image_shape: Sequence[int], classes: int
-) -> str:
+def _compare_with_one_device(lesson: Lesson, ctx: list[Context], config: Config, data: Dataset) -> str:
     """Compare your own lesson's step with one device. Returns a line to repeat at the end if they differ."""
     if len(ctx) == 1 or not lesson.is_own:
         return ""
-    report = compare_lesson(lesson.module, ctx, config, image_shape, classes, own_trainer=False)
+    report = compare_lesson(lesson.module, ctx, config, data.image_shape, data.classes, own_trainer=False)
     if report.verdict:
         without = f" (compared without {setting('shares')})" if config.shares else ""
         log.say(f"{lesson.name} {report.line}{without}")

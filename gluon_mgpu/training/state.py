@@ -81,9 +81,11 @@ class LessonState:
         """Raise UsageError if `state` returns copies, because the lesson would not see what `load` writes into them."""
         for name, array in self.local().items():
             before = array.asnumpy()
-            nd.array(before == 0, dtype=array.dtype).copyto(array)  # differs from every element, also inf and 1e38
-            is_kept = (self.local()[name].asnumpy() != before).any()
-            nd.array(before, dtype=array.dtype).copyto(array)
+            try:
+                nd.array(before == 0, dtype=array.dtype).copyto(array)  # differs from every element, also inf and 1e38
+                is_kept = (self.local()[name].asnumpy() != before).any()
+            finally:
+                nd.array(before, dtype=array.dtype).copyto(array)
             if array.size and not is_kept:
                 raise UsageError(None, self.name, f"{name} is a copy; return the array that the step changes")
 

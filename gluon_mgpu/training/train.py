@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -37,16 +38,16 @@ def train(*values: Any, **options: Any) -> list[Epoch]:
     errors do, too.
     """
     given = inspect.signature(Config).bind(*values, **options).arguments
-    lesson, data = given.get("impl"), given.get("dataset")
-    if isinstance(lesson, ModuleType):
+    lesson = data = None
+    if isinstance(given.get("impl"), ModuleType):
+        lesson = given["impl"]
         given["impl"] = lessons.name_of(lesson)
-    if isinstance(data, Dataset):
-        data = data.checked()
+    if isinstance(given.get("dataset"), Dataset):
+        data = given["dataset"].checked()
         given["dataset"] = data.name
         if given.get("data_dir") is not None:
             raise UsageError("data_dir", given["data_dir"], "the data set is passed as arrays; omit this setting")
-    objects = lesson if isinstance(lesson, ModuleType) else None, data if isinstance(data, Dataset) else None
-    return run_training(Config.parse(given), *objects)
+    return run_training(Config.parse(given), lesson, data)
 
 
 train.__signature__ = inspect.signature(Config).replace(return_annotation="list[Epoch]")  # type: ignore[attr-defined]
@@ -60,6 +61,9 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             group.agree({"version": __version__, **texts}, "start all workers with the same options and version")
         given = Config.with_absolute_paths(given)
         with opened(given, group) as (folder, recorded):
+            draws_seed = recorded is None and given.get("seed") is None
+            if draws_seed:
+                given = {**given, "seed": group.broadcast(secrets.randbelow(2**31))}
             config = _resumed(recorded, given, folder) if recorded else Config(**given)
             if recorded and len(recorded.position.history) == config.epochs:
                 return recorded.position.history
@@ -70,6 +74,8 @@ def run_training(given: dict[str, Any], lesson: ModuleType | None = None, data: 
             with seeds.restored_afterward(), _exit_is_an_error(config.impl):
                 chosen, config = lessons.chosen(config, given, lesson)
                 ready = setup.set_up(config, recorded, chosen, data, ctx, group)
+                if draws_seed:
+                    log.say(f"drew a seed; pass {setting('seed', config.seed)} to repeat this run")
                 if folder:
                     folder.create()
                 if recorded:  # so that the next resume uses the new settings

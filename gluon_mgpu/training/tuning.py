@@ -16,7 +16,7 @@ from mxnet import gluon
 from mxnet.gluon import HybridBlock, nn
 from mxnet.ndarray import NDArray
 
-from gluon_mgpu.compat.processor import channel_block
+from gluon_mgpu.compat.pooling import channel_block
 from gluon_mgpu.support import log
 from gluon_mgpu.support.errors import setting
 

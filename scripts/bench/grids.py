@@ -13,8 +13,8 @@ import queue
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -169,35 +169,37 @@ def title(point: Point) -> str:
 
 @contextmanager
 def taking_turns(point: Point, steps: int) -> Iterator[Turn]:
-    """Run a point's processes until the end of the context. Between turns, they wait for a byte in a named pipe.
+    """A point's processes, which start with the first turn, and end with the `with` block. Between turns, they wait for
+    a byte in a named pipe.
 
     A turn raises the Error or UsageError that the processes raised, or Error if they fail in another way.
     """
-    results: queue.Queue[dict[str, Any] | subprocesses.Finished] = queue.Queue()
-    with tempfile.TemporaryDirectory() as folder:
+    results: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: the processes have ended
+    ended: Future[subprocesses.Finished] | None = None
+
+    def read(line: str) -> None:
+        with suppress(ValueError):  # something else that a library prints
+            results.put(dict(json.loads(line)))
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         os.mkfifo(pipe := os.path.join(folder, "turns"))
         writer = os.open(pipe, os.O_RDWR)  # the processes end if it is closed, also by the end of this process
         launcher = [_mpiexec(), "-n", str(point.workers)] if point.workers > 1 and not point.is_torch else []
         command = [*launcher, sys.executable, "-m", "bench", json.dumps(point), str(steps), pipe]
-        env = environment(point, folder)
-
-        def read(line: str) -> None:
-            with suppress(ValueError):  # something else that a library prints
-                results.put(dict(json.loads(line)))
-
-        thread = threading.Thread(target=lambda: results.put(subprocesses.run(command, env=env, on_line=read)))
 
         def turn() -> dict[str, Any]:
+            nonlocal ended
             os.write(writer, bytes(point.workers))
-            if thread.ident is None:
-                thread.start()
+            if ended is None:
+                ended = pool.submit(subprocesses.run, command, env=environment(point, folder), on_line=read)
+                ended.add_done_callback(lambda _: results.put(None))
             try:
                 result = results.get(timeout=SECONDS)
             except queue.Empty:
                 advice = "stock MXNet can hang on several contexts" if point.impl == "notebook" else "use fewer steps"
                 raise Error(f"{point} did not finish in time: {advice}") from None
-            if isinstance(result, subprocesses.Finished):
-                subprocesses.raise_for_status(str(point), result)
+            if result is None:
+                subprocesses.raise_for_status(str(point), ended.result())
                 raise Error(f"{point} failed: it ended without a result")
             return result
 
@@ -207,8 +209,6 @@ def taking_turns(point: Point, steps: int) -> Iterator[Turn]:
             os.close(writer)
             os.unlink(pipe)  # a process that opens it only now fails, instead of waiting for a writer
             subprocesses.kill_running()
-            if thread.ident is not None:
-                thread.join()
 
 
 def environment(point: Point, folder: str) -> dict[str, str]:

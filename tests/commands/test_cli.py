@@ -45,6 +45,7 @@ def test_an_example_in_help_is_a_valid_command(line):
         ("run --cpu --here -m tool", ["--cpu", "--here"]),
         # errors found by Config and other code that is also called from Python
         ("train --lr nan", ["--lr", "nan"]),
+        ("check nothere.py", ["nothere.py: must", "scratch, highlevel"]),
         ("train --warmup-epochs 4", ["--warmup-epochs 4.0: "]),
         ("train --tune --dataset synthetic --limit 600", ["--tune", "highlevel"]),
         ("train --impl 'a\nb' --dataset synthetic --limit 600", ["--impl"]),  # one line, whatever the user typed

@@ -151,6 +151,19 @@ def test_what_cannot_be_compiled_is_one_line(source, monkeypatch, capsys, folder
     assert all(notice.startswith("gluon_mgpu: ") for notice in notices)
 
 
+def test_a_library_that_works_stays_until_another_one_is_complete(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "NAMES", tmp_path / "no names")
+    build.NAMES.touch()
+    (tmp_path / "sm_90.so").write_text("works")
+    monkeypatch.setattr(build, "link", lambda groups, library, advice: library.write_text("half") and [][0])
+    with pytest.raises(IndexError):
+        build.build(source, "sm_90")
+    assert (tmp_path / "sm_90.so").read_text() == "works"
+    monkeypatch.setattr(build, "link", lambda groups, library, advice: library.write_text("new"))
+    assert build.build(source, "compute_80").read_text() == "new" and len([*tmp_path.glob("*.so")]) == 1
+
+
 @pytest.mark.parametrize(
     "library, capability, has",
     [

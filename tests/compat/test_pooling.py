@@ -6,6 +6,8 @@ import sys
 import pytest
 from runs import program, python
 
+from gluon_mgpu.compat import pooling
+
 STOCK = "from gluon_mgpu.compat import startup; startup.use_stock_settings()\n"
 PROGRAM = program("""
     import hashlib, itertools, json
@@ -48,6 +50,7 @@ PROGRAM = program("""
             y = net(x)
         y.backward(1 + y.abs())
         if way == "hybridized":
+            assert isinstance(net._cached_op, mx.nd.CachedOp)
             net.export("FILE")
             saved = json.load(open("FILE-symbol.json"))["nodes"]
             return [node["op"] for node in saved if node["op"] != "null"], y, x.grad, net.weight.grad()
@@ -79,9 +82,27 @@ def test_pooling_has_the_bits_of_stock_mxnet_without_onednns_reference_code(tmp_
         assert done.returncode == 0, done.stderr
     results = [[line for line in done.stdout.splitlines() if line.startswith("result")] for done in (stock, ours)]
     assert len(results[0]) == 2 * 6 * 6 and results[0] == results[1]
-    computed = [
-        re.findall(r"pooling.*,simple.*alg:pooling_(avg|max).*oh4kh2sh2dh0ph0_", done.stdout) for done in (stock, ours)
-    ]
-    assert {*computed[0]} == {"avg", "max"} and not computed[
-        1
-    ]  # windows that do not overlap, in 9 rows without padding
+    # of windows that do not overlap, in 9 rows without padding
+    slow = r"pooling.*,simple.*alg:pooling_(avg|max).*oh4kh2sh2dh0ph0_"
+    before, after = (re.findall(slow, done.stdout) for done in (stock, ours))
+    assert {*before} == {"avg", "max"} and not after
+
+
+NONE = "fpu sse4_1 avx"
+PROCESSORS = [  # flags in /proc/cpuinfo, values of DNNL_MAX_CPU_ISA, channels at once
+    (f"{NONE} avx2 avx512f avx512bw", ("", "ALL", "AVX512_CORE"), 16),
+    (f"{NONE} avx2 avx512f avx512bw", ("AVX2", "avx2"), 8),
+    (f"{NONE} avx2", ("", "ALL", "AVX512_CORE"), 8),
+    (f"{NONE} avx2", ("AVX", "SSE41"), 1),
+    (NONE, ("", "ALL"), 1),
+]
+
+
+@pytest.mark.parametrize("flags, limits, block", PROCESSORS)
+def test_the_block_is_that_of_the_instructions_that_onednn_uses(flags, limits, block, monkeypatch):
+    monkeypatch.setattr(pooling.Path, "read_text", lambda _: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
+    for limit in limits:
+        monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+        if not limit:
+            monkeypatch.delenv("DNNL_MAX_CPU_ISA")
+        assert pooling.channel_block() == block

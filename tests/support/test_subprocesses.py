@@ -38,6 +38,13 @@ def test_output_that_is_read_after_the_program_has_ended_is_complete():
     assert run("print(1, 2, 3, sep='\\n')", on_line=lambda _: wait(lambda: not subprocesses.running)).out == "1\n2\n3\n"
 
 
+def test_a_program_does_not_wait_for_lines_that_can_no_longer_be_shown():
+    def show(line):
+        raise BrokenPipeError
+
+    assert len(run("for _ in range(9999): print('x' * 99)", on_line=show, seconds=HORIZON).out) == 999900
+
+
 def test_a_process_that_detached_itself_and_keeps_the_pipes_is_not_waited_for():
     code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, end='')"
     finished = run(code)

@@ -123,6 +123,11 @@ def test_a_link_keeps_leading_to_the_file_which_keeps_its_permissions(tmp_path):
     assert len([*tmp_path.rglob("*")]) == 5
 
 
+def test_a_file_may_have_the_longest_name(tmp_path):
+    files.write_whole(tmp_path / ("x" * 255), lambda file: file.write(b"new"))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user that is not root")
 def test_a_read_only_file_is_not_replaced(tmp_path):
     (tmp_path / "file").touch(0o444)

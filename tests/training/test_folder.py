@@ -1,5 +1,6 @@
 """A run writes to its own folder and to no other, and only its own data and lesson continue it."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -216,6 +217,18 @@ def test_a_lesson_imports_the_module_beside_it_whatever_an_earlier_one_imported(
         path = str(tmp_path / name / "gluon_mgpu.py")
         lesson = lessons.load(path)
         assert lesson.beside_lesson.NAME == name and lessons.name_of(lesson) == path
+
+
+def test_an_imported_copy_of_scratch_is_an_own_lesson(tmp_path):
+    shutil.copy(scratch.__file__, tmp_path / "scratch.py")
+    spec = importlib.util.spec_from_file_location("scratch", tmp_path / "scratch.py")
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert lessons.name_of(copy) == str(tmp_path / "scratch.py")
+    train(copy, out=tmp_path / "run")
+    refuses("resume", training, resume=tmp_path / "run", epochs=2)  # a checkpoint does not choose code to run
+    with pytest.raises(UsageError):
+        evaluate.load(tmp_path / "run")
 
 
 def test_a_lesson_called_like_the_package_keeps_its_name(tmp_path, monkeypatch):

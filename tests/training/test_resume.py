@@ -286,6 +286,18 @@ def test_settings_that_differ_from_the_runs_are_refused_by_name_and_nothing_is_o
     train(resume=begun)  # the folder is not left locked
 
 
+def test_epochs_that_the_recorded_warm_up_or_schedule_does_not_allow_are_the_users_mistake():
+    for settings, epochs in (({"warmup_epochs": 3}, 3), ({"schedule": "cosine"}, 5)):
+        recorded = Config(epochs=4, **settings)
+        refuses("epochs", recorded.resumed, {"epochs": epochs})
+
+
+def test_a_resumed_run_keeps_its_shares_with_the_same_number_of_devices():
+    recorded = Config(gpus=(0, 1), shares=(60, 40))
+    assert recorded.resumed({"kvstore": "mpi"}).shares == (60, 40)
+    assert recorded.resumed({"gpus": (0, 1, 2)}).shares is None
+
+
 def test_a_lesson_without_a_setting_of_the_run_is_refused_by_its_name(tmp_path):
     train("highlevel", out=tmp_path, epochs=1, momentum=0.9)
     refuses("impl", train, "scratch", resume=tmp_path)

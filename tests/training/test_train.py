@@ -25,11 +25,13 @@ import numpy as np
 import pytest
 import runs
 from mxnet import nd
+from mxnet.gluon import nn
 from runs import finished, refuses
 
-from gluon_mgpu import highlevel, scratch
+from gluon_mgpu import highlevel, networks, scratch
 from gluon_mgpu import train as training
 from gluon_mgpu.commands.train import train as train_command
+from gluon_mgpu.data import datasets
 from gluon_mgpu.support.errors import Error
 from gluon_mgpu.training import checkpoint, lessons, loop, registry
 from gluon_mgpu.training.config import Config
@@ -40,6 +42,7 @@ from gluon_mgpu.training.record import Epoch
 
 SYNTHETIC = ("--dataset", "synthetic", "--device", "cpu")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
+SMALL = {"gpus": 2, "device": "cpu", "dataset": "synthetic", "limit": 100, "batch_size": 20, "seed": 1}
 
 
 def train(impl="scratch", gpus=2, batch_size=50, lr=0.2, **options):
@@ -295,6 +298,38 @@ def test_by_default_the_rate_is_constant_after_a_linear_warm_up():
     assert own[:5] == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.40]) and set(own[5:]) == {0.4}
 
 
+registry.register("9 classes", lambda: nn.Dense(9))
+registry.register("11 classes", lambda: nn.Dense(11))
+registry.register("with init", networks.resnet18, mx.init.Xavier())
+WITHOUT_INIT = lessons.load("highlevel", initialize=lambda net, ctx: highlevel.initialize(net, ctx))
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("batch_size", {"gpus": 3, "limit": 22}),
+        ("shares", {"gpus": 3, "shares": (80, 20)}),
+        ("shares", {"gpus": 1, "shares": (80, 20)}),
+        ("data_dir", {"dataset": datasets.synthetic(100, 100), "data_dir": "elsewhere"}),
+        ("resume", {"resume": "", "out": None}),
+        ("model", {"model": "resnet18"}),
+        ("model", {"impl": "highlevel", "model": "none"}),
+        ("model", {"impl": "highlevel", "model": "9 classes"}),
+        ("model", {"impl": "highlevel", "model": "11 classes"}),
+        ("model", {"impl": WITHOUT_INIT, "model": "with init"}),
+        ("weight_decay", {"impl": "scratch", "weight_decay": 0.1}),
+        ("momentum", {"impl": "scratch", "momentum": 0.9}),
+        *(("impl", {"impl": impl}) for impl in ("torch", "nowhere.py", ".", "", None)),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused_before_anything_is_printed_or_written(
+    name, settings, tmp_path, capsys
+):
+    refuses(name, training, **{**SMALL, "out": tmp_path / "run", **settings})
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+
+
 INVALID = [{"dataset": "cifar"}, {"out": ""}, {"out": 3}, {"out": b"runs"}, {"out": "x" * 300}, {"resume": "a\0"}]
 INVALID += [{"data_dir": "a/" + "x" * 300}, {"schedule": "step"}, {"momentum": None}]
 INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"shares": ("nan", 1)}]
@@ -303,6 +338,10 @@ INVALID += [{"shares": (1, "x")}, {"shares": "auto"}, {"shares": ("nan", 1)}]
 @pytest.mark.parametrize("wrong", INVALID, ids=str)
 def test_an_invalid_setting_is_a_usage_error_in_one_line_with_its_name(wrong):
     refuses(next(iter(wrong)), Config.parse, wrong)
+
+
+def test_empty_shares_are_no_shares():
+    assert Config.parse({"shares": ()}) == {"shares": None}
 
 
 def test_numpys_numbers_and_paths_are_accepted_like_pythons(tmp_path):

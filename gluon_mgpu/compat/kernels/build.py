@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gluon_mgpu.compat import cuda, startup
 from gluon_mgpu.compat.kernels import sources
-from gluon_mgpu.support import log
+from gluon_mgpu.support import files, log
 from gluon_mgpu.support.errors import Error, UsageError
 
 HERE = Path(__file__).parent
@@ -69,22 +69,25 @@ def build(source: Path, arch: str = "compute_80", nvcc: str = "nvcc", compiler: 
 
         def compile_group(group: str) -> None:
             written, made = work / f"{group}.cu", folder / f"{group}.cu"  # `made` is what group.ptx was made from
-            ptx = folder / f"{group}.ptx"
-            if not (ptx.exists() and made.exists() and made.read_text() == written.read_text()):
-                _run(nvcc, "-ccbin", compiler, *options, "-o", work / ptx.name, written)
+            ptx, command = folder / f"{group}.ptx", [nvcc, "-ccbin", compiler, *options]
+            made_from = f"// {shlex.join(command)}\n{written.read_text()}"
+            if not (ptx.exists() and made.exists() and made.read_text() == made_from):
+                _run(*command, "-o", work / ptx.name, written)
                 if not (work / ptx.name).exists():
                     raise Error(f"{nvcc} wrote nothing for {group}.cu: pass CUDA's compiler")
                 ptx.write_text(only(groups[group], (work / ptx.name).read_text()))
-                shutil.copy(written, made)
+                made.write_text(made_from)
             _run(nvcc, "-fatbin", f"-gencode=arch={ptx_arch},code={arch}", "-o", ptx.with_suffix(".fatbin"), ptx)
 
         log.say(f"compiling {len(names)} kernels: about four minutes on one core, less if some were compiled before")
         with ThreadPoolExecutor(startup.cores()) as pool:
             list(pool.map(compile_group, groups))
-    for old in folder.glob("*.so"):
-        old.unlink()
     library = folder / f"{arch}.so"
-    link(groups, library, f"run `gluon-mgpu compile {source.resolve()} --arch {arch}`")
+    linked = library.with_suffix(files.PART)  # the library that works stays until another one is complete
+    link(groups, linked, f"run `gluon-mgpu compile {source.resolve()} --arch {arch}`")
+    os.replace(linked, library)
+    for other in {*folder.glob("*.so")} - {library}:
+        other.unlink()
     missing.unlink(missing_ok=True)
     return library
 

@@ -13,7 +13,7 @@ from mxnet.ndarray import NDArray
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Case, Function, Numbers, Results, Trial, contexts, inputs, same, shown, values
-from gluon_mgpu.exercises.events import Backward, Call, Copy, Wait, copies, recording, traffic, waits
+from gluon_mgpu.exercises.cases.events import Backward, Call, Copy, Wait, copies, recording, traffic, waits
 from gluon_mgpu.support.log import plural
 
 CLOCK, EARLIER, QUEUE = 1000, 100, 1  # for timing: time at the start, seconds of earlier work, seconds to queue

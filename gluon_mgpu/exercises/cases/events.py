@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import mxnet as mx
 from mxnet import Context
+from mxnet.kvstore import KVStore
 from mxnet.ndarray import NDArray
 
 
@@ -43,13 +45,12 @@ def _with_first(arrays: Any) -> list[tuple[NDArray, NDArray]]:
 def recording(
     on_wait: Callable[[NDArray | None], object] = lambda array: None, params: Sequence[Sequence[NDArray]] = ()
 ) -> Iterator[list[Any]]:
-    """Record copies between devices, waits and backward passes, in order. on_wait: called before each wait.
-    params: one list per device."""
+    """Record copies between devices, waits and backward passes, in order, of this whole process, by replacing MXNet's
+    functions. on_wait: called before each wait. params: one list per device."""
     events: list[Any] = []
-    copyto, asnumpy, wait_to_read = NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read
     library = mx.base._LIB  # waitall and backward may have been imported under any name, but always call this library
-    wait_all, differentiate = library.MXNDArrayWaitAll, library.MXAutogradBackwardEx
-    push, pull, pushpull = mx.kv.KVStore.push, mx.kv.KVStore.pull, mx.kv.KVStore.pushpull
+    copyto, differentiate = NDArray.copyto, library.MXAutogradBackwardEx
+    push, pull = KVStore.push, KVStore.pull
 
     def between(source: Context, target: Context, size: int) -> None:
         if source != target:
@@ -86,15 +87,12 @@ def recording(
         pushed(store, key, value, priority)
         pulled(store, key, value if out is None else out, priority)
 
-    NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copied, waited(asnumpy), waited(wait_to_read)
-    library.MXNDArrayWaitAll, library.MXAutogradBackwardEx = waited(wait_all), backward
-    mx.kv.KVStore.push, mx.kv.KVStore.pull, mx.kv.KVStore.pushpull = pushed, pulled, pushed_and_pulled
-    try:
+    arrays: dict[str, Any] = {"copyto": copied, "asnumpy": waited(NDArray.asnumpy)}
+    arrays["wait_to_read"] = waited(NDArray.wait_to_read)
+    calls: dict[str, Any] = {"MXNDArrayWaitAll": waited(library.MXNDArrayWaitAll), "MXAutogradBackwardEx": backward}
+    stores: dict[str, Any] = {"push": pushed, "pull": pulled, "pushpull": pushed_and_pulled}
+    with patch.multiple(NDArray, **arrays), patch.multiple(library, **calls), patch.multiple(KVStore, **stores):
         yield events
-    finally:
-        NDArray.copyto, NDArray.asnumpy, NDArray.wait_to_read = copyto, asnumpy, wait_to_read
-        library.MXNDArrayWaitAll, library.MXAutogradBackwardEx = wait_all, differentiate
-        mx.kv.KVStore.push, mx.kv.KVStore.pull, mx.kv.KVStore.pushpull = push, pull, pushpull
 
 
 def traffic(events: Sequence[Any]) -> tuple[Counter[Context], Counter[Context]]:

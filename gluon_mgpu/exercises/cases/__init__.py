@@ -14,7 +14,7 @@ from mxnet.ndarray import NDArray
 from numpy import allclose  # here, because an answer may replace np.allclose
 
 from gluon_mgpu.exercises import Mistake
-from gluon_mgpu.exercises.events import copies, traffic, waits
+from gluon_mgpu.exercises.cases.events import copies, traffic, waits
 
 Function = Callable[..., Any]  # the learner's function
 Numbers = list[np.ndarray]  # one flat array per device

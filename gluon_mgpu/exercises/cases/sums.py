@@ -12,7 +12,7 @@ from mxnet import nd
 
 from gluon_mgpu.exercises import Mistake, cases
 from gluon_mgpu.exercises.cases import Case, Function, Results, Trial, contexts, inputs, shown, values
-from gluon_mgpu.exercises.events import copies, recording, traffic, waits
+from gluon_mgpu.exercises.cases.events import copies, recording, traffic, waits
 from gluon_mgpu.support.log import plural
 
 
