@@ -104,10 +104,9 @@ class Lesson(NamedTuple):
             if not SETTINGS[name].changeable:
                 used, has = setting(name, getattr(config, name)), " and ".join(SETTINGS[name].lessons)
                 raise UsageError("impl", self.name, f"the run used {used}, which only {has} can continue")
-        changes = {name: getattr(Config, name) for name in others}
-        if config.impl != self.full_name:
-            changes["impl"] = self.full_name
-        return dataclasses.replace(config, **changes) if changes else config
+        if others:
+            config = config.with_defaults(others)
+        return config if config.impl == self.full_name else dataclasses.replace(config, impl=self.full_name)
 
     def _refused(self, name: str, value: object) -> UsageError:
         others = " and ".join(SETTINGS[name].lessons)

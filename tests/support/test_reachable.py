@@ -1,10 +1,13 @@
 """What the user's objects and functions lead to."""
 
 import functools
+import site
 from collections import UserDict, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
+from gluon_mgpu.support import programs
 from gluon_mgpu.support.reachable import name_of, reachable
 
 counter = ["a global variable"]
@@ -55,6 +58,11 @@ def test_each_kind_of_object_is_searched_and_named_as_in_python():
     }.items()
     of_partial = names(functools.partial(closure(), Trainer().step))
     assert {"in a closure", "a default", "a moment", "a global variable"} <= {*of_partial}
+
+
+def test_only_files_inside_the_folders_of_libraries_are_theirs():
+    installed, beside = Path(site.getusersitepackages(), "torch/nn.py"), f"{programs.PACKAGE}_answers/step.py"
+    assert str(installed).startswith(programs.LIBRARIES) and not beside.startswith(programs.LIBRARIES)
 
 
 def test_an_object_comes_once_with_its_shortest_path():

@@ -357,11 +357,12 @@ def reconfigure(folder, **changed):
         lambda folder: resave(folder, steps=-1),
         lambda folder: reconfigure(folder, devices=["tpu(0)"]),
         lambda folder: reconfigure(folder, limit=0),
+        lambda folder: reconfigure(folder, seed=None),
         lambda folder: reconfigure(folder, shares=[10**400]),
         lambda folder: resave(folder, {"W1": np.zeros((6, 1, 5, 5), np.float32)}),
         lambda folder: resave(folder, {"W9": np.zeros(3, np.float32)}),
     ],
-    ids="truncated later first history text steps negative device limit shares shape W9".split(),
+    ids="truncated later first history text steps negative device limit seed shares shape W9".split(),
 )
 def test_a_checkpoint_that_cannot_be_used_is_an_error_with_its_path_and_nothing_is_overwritten(damage, begun):
     damage(begun)
