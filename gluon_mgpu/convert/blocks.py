@@ -11,23 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
+from gluon_mgpu.convert.classes import common_path, define, form
 from gluon_mgpu.convert.graph import Entry
-from gluon_mgpu.convert.statements import (
-    Class,
-    Layer,
-    Loop,
-    Operand,
-    Statement,
-    call_of,
-    class_name,
-    common_path,
-    define,
-    form,
-    layers_of,
-)
+from gluon_mgpu.convert.statements import Class, Layer, Loop, Operand, Statement, layers_of, list_of
 
 MOST_STEPS, MOST_INPUTS = 400, 4  # of a group
 LEAST_UNITS = 3  # that become a class
@@ -42,23 +30,28 @@ def find(network: Class, taken: set[str]) -> list[Class]:
     for kind, length in (("ConvNormAct", 3), ("ConvNorm", 2)):
         while spans := _units(network, length):
             paths = [layers_of(network.steps[slice(*span)])[0].name for span in spans]
-            classes.append(_outline(network, spans, class_name(kind, taken), paths, ["conv", "norm"]))
+            classes.append(_outline(network, spans, kind, taken, paths, ["conv", "norm"]))
     while spans := _best(network):
         spans = _extended(network, spans)
         kind, paths = _block_names(network, spans)
-        classes.append(_outline(network, spans, class_name(kind, taken), paths))
+        classes.append(_outline(network, spans, kind, taken, paths))
     _connect(network)
     return classes
 
 
 def _move_independent(network: Class) -> None:
-    """Move steps that depend on no layer, such as the computation of a mask, to the beginning."""
-    known, first, rest = {*network.inputs}, list[Statement](), list[Statement]()
-    for step in network.steps:
-        independent = not step.layers() and known.issuperset(step.entries())
-        (first if independent else rest).append(step)
-        known.update(step.outputs if independent else ())
-    network.steps = first + rest
+    """Move steps that depend on no layer, such as the computation of a mask that several blocks use, first."""
+    known, independent, moved = {*network.inputs}, set[int](), set[int]()
+    for at, step in enumerate(network.steps):
+        if not step.layers() and known.issuperset(step.entries()):
+            independent.add(at)
+            known.update(step.outputs)
+    uses = network.uses()
+    for at in sorted(independent, reverse=True):
+        users = {user for entry in network.steps[at].outputs for user in uses.get(entry, [])}
+        if len(users - independent) > 1 or users & moved:
+            moved.add(at)
+    network.steps = [network.steps[at] for at in sorted(range(len(network.steps)), key=lambda at: at not in moved)]
 
 
 def _units(network: Class, length: int) -> list[Span]:
@@ -90,19 +83,22 @@ def _best(network: Class) -> list[Span]:
     """The spans of the group that occurs most often; of several, the one whose name has the most parts, or else one
     without other blocks, or else the longest."""
     uses, calls = network.uses(), network.calls()
-    groups: dict[Any, list[Span]] = {}
-    for start, least in sorted({*_starts(network, uses)}):
-        end = _end(network, uses, start, least)
-        found = end and _form(network, (start, end), calls)
-        if end and found and (found not in groups or groups[found][-1][1] <= start):
-            groups.setdefault(found, []).append((start, end))
 
     def priority(spans: list[Span]) -> tuple[int, int, bool, int]:
         layers = layers_of(network.steps[slice(*spans[0])])
         depth = len(re.findall(r"\d(?=_|$)", common_path(layers)))  # 2 for stage1_unit1
         return len(spans), depth, not any(layer.is_block for layer in layers), spans[0][1] - spans[0][0]
 
-    return max((spans for spans in groups.values() if len(spans) > 1), key=priority, default=[])
+    for starts in (_starts(network, uses), _branches(uses)):
+        groups: dict[Any, list[Span]] = {}
+        for start, least in sorted({*starts}):
+            end = _end(network, uses, start, least)
+            found = end and _form(network, (start, end), calls)
+            if end and found and (found not in groups or groups[found][-1][1] <= start):
+                groups.setdefault(found, []).append((start, end))
+        if repeated := [spans for spans in groups.values() if len(spans) > 1]:
+            return max(repeated, key=priority)
+    return []
 
 
 def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
@@ -118,6 +114,15 @@ def _starts(network: Class, uses: dict[Operand, list[int]]) -> Iterator[Span]:
         for digit in re.finditer(r"\d(?=_)", f"{name}_" if step.layer and step.layer.is_block else name):
             named.setdefault(name[: digit.end()], []).append(at)
     yield from ((places[0], places[-1] + 1) for places in named.values())
+
+
+def _branches(uses: dict[Operand, list[int]]) -> Iterator[Span]:
+    """Where branches of one value start, and where they end at the earliest: before or after the next step that uses
+    it. The last branch may be as long as the one before."""
+    for users in uses.values():
+        if len(users) > 1:
+            ends = [*users[1:], 2 * users[-1] - users[-2]]
+            yield from ((start, end + more) for start, end in zip(users, ends) for more in (0, 1))
 
 
 def _end(network: Class, uses: dict[Operand, list[int]], start: int, least: int) -> int | None:
@@ -192,7 +197,9 @@ def _block_names(network: Class, spans: list[Span]) -> tuple[str, list[str]]:
     return only and re.sub(r"\d+$", "", paths[0].rpartition("_")[2]).capitalize() or "Block", paths
 
 
-def _outline(network: Class, spans: list[Span], kind: str, paths: list[str], names: list[str] | None = None) -> Class:
+def _outline(
+    network: Class, spans: list[Span], kind: str, taken: set[str], paths: list[str], names: list[str] | None = None
+) -> Class:
     """Create a class, and replace the spans by calls of its instances.
 
     paths: the names of the instances. names: of the layers of a unit.
@@ -204,12 +211,10 @@ def _outline(network: Class, spans: list[Span], kind: str, paths: list[str], nam
         [entry for step in steps for entry in step.outputs if uses.get(entry, [-1])[-1] >= end]
         for steps, (_, end) in zip(starts, spans)
     ]
-    block, layers = define(kind, starts, inputs, [*results[0]], paths, names)
+    block, layers = define(kind, taken, starts, inputs, [*results[0]], paths, names)
     for (start, end), steps, layer, outputs in reversed([*zip(spans, starts, layers, results)]):
         layer.is_unit = names is not None
-        network.steps[start:end] = [
-            Statement(layer.name or "block", call_of(inputs), [*_inputs(steps)], outputs, layer)
-        ]
+        network.steps[start:end] = [Statement(layer.name or "block", block.call, [*_inputs(steps)], outputs, layer)]
     return block
 
 
@@ -246,12 +251,6 @@ def _container(path: str, paths: Counter[str]) -> str:
 
 
 def _connected(name: str, steps: list[Statement]) -> Statement:
-    layers = layers_of(steps)
-    words = list[str]()
-    for code, equal in groupby(layer.code for layer in layers):
-        count = len([*equal])
-        words += [f"*({code} for _ in range({count}))"] if count > 2 else [code] * count
-    state = {f"{k}.{key}": array for k, layer in enumerate(layers) for key, array in layer.state.items()}
     single = len(steps[0].operands) == 1
-    code = f"nn.Sequential({', '.join(words)})" if single else f"nn.ModuleList([{', '.join(words)}])"
-    return replace(steps[0], name=name, outputs=steps[-1].outputs, layer=Layer(name, code, state), repeated=not single)
+    layer = list_of(name, layers_of(steps), *(["nn.Sequential({})"] if single else []))
+    return replace(steps[0], name=name, outputs=steps[-1].outputs, layer=layer, repeated=not single)

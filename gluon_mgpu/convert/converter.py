@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from gluon_mgpu.convert.exported import Exported, Unsupported
+from gluon_mgpu.convert.exported import Exported, Shape, Unsupported
 from gluon_mgpu.convert.graph import Entry
 from gluon_mgpu.convert.operators import FUNCTIONAL, LAYERS, RESHAPES, Node, find_rule, reshape, rnn
+from gluon_mgpu.convert.simplify import simplify
 from gluon_mgpu.convert.statements import TAKEN, Class, Layer, Operand, Parameter, Statement, identifier
 from gluon_mgpu.convert.writer import WORDS
 from gluon_mgpu.support.errors import UsageError
 
-SOURCES = (
-    "arange blackman eye full hamming hanning identity indices linspace logspace ones zeros".split()
-)  # operators without inputs, such as _zeros and _npi_zeros
+# Operators without inputs, such as _zeros and _npi_zeros
+SOURCES = "arange eye full identity indices linspace logspace ones zeros".split()
+NEARLY_ALL = 0.95  # layers whose names begin with the name of their network
 
 
 class Refused(UsageError):
@@ -37,6 +39,17 @@ class Refused(UsageError):
             advice += f"; {' '.join(f'--output {name}' for name in outputs)} converts the part before"
         super().__init__(None, "; ".join(words), advice)
         self.fixed_size = all(why.fixed_size for _, _, why in problems)  # whether all can for inputs of one size
+
+
+def _shared_prefix(names: Sequence[str]) -> str:
+    """The beginning, up to a "_", that nearly all of the layers' names have."""
+    prefix = ""
+    while True:
+        longer = Counter(name[: name.find("_", len(prefix)) + 1] for name in names if name.startswith(prefix))
+        best, count = longer.most_common(1)[0] if longer else ("", 0)
+        if len(best) <= len(prefix) or count < NEARLY_ALL * len(names):
+            return prefix
+        prefix = best
 
 
 class Converter:
@@ -102,7 +115,7 @@ class Converter:
             return self.network.params[name]
         inputs = [i for i, node in enumerate(self.nodes) if node.name in self.network.inputs]
         heads = [entry, *((i, 0) for i in inputs)]  # MXNet cannot compute a graph without any input
-        return self.network.evaluate(self.network.graph.symbol(heads), self.network.samples[0].inputs)[0]
+        return self.network.evaluate(self.network.graph.symbol(heads), [self.network.samples[0].inputs])[0][0]
 
     def _operands(self, i: int) -> tuple[list[Entry], list[Entry]]:
         """A node's inputs, and the parameters of its layer."""
@@ -147,8 +160,7 @@ class Converter:
         heads = [*map(self._source, self.network.graph.heads)]
         needed, steps, problems = self._needed(heads), list[Statement](), dict[int, Unsupported]()
         owners = [self._name(i, params) for i in needed if (params := self._operands(i)[1])]
-        prefix = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*owners)))
-        self.prefix = prefix[: prefix.rfind("_") + 1]
+        self.prefix = _shared_prefix(owners)
         for i in needed:
             operands, params = self._operands(i)
             try:
@@ -168,8 +180,14 @@ class Converter:
         inputs = dict.fromkeys(inputs, "x") if len(inputs) == 1 else inputs
         results = [self._parameter(entry) if entry in self.constants else entry for entry in heads]
         net = Class("Net", (), inputs, steps, results)
-        _use_batch_first(net)
+        simplify(net, self._shapes_of)
         return net
+
+    def _shapes_of(self, entry: Operand) -> list[Shape]:
+        """The shape of what a node computes, for each sample."""
+        assert not isinstance(entry, Parameter)
+        i, output = entry
+        return [shapes[i][output] for shapes in self.shapes]
 
     def _refused(self, problems: dict[int, Unsupported], needed: list[int]) -> Refused:
         """The error for a graph. What can be converted for inputs of one size is no problem if something else is."""
@@ -198,7 +216,7 @@ class Converter:
         if params and self._variable(params[0]) and self.constants[params[0]] not in self.owners:
             given = re.match("(.+)_(weight|gamma|alpha|parameters)$", self._variable(params[0]))
             name = given[1] if given else name
-        return name.removeprefix(self.prefix)
+        return name[os.path.commonprefix([name, self.prefix]).rfind("_") + 1 :]
 
     def _layer(self, i: int, node: Node, params: list[Entry]) -> Layer | None:
         if not node.layer:
@@ -257,19 +275,3 @@ class Converter:
         parameter = self.owners[owner]
         parameter.layer.alone &= not parameter.name
         return parameter
-
-
-def _use_batch_first(code: Class) -> None:
-    """Let recurrent layers swap axes 0 and 1, if steps before and after them do it."""
-    swap, uses = "_0_.transpose(0, 1)", code.uses()
-    makers: dict[Operand, Statement] = {entry: step for step in code.steps for entry in step.outputs}
-    for at, step in enumerate(code.steps):
-        before, users = makers.get(step.operands[0]), uses.get(step.outputs[0], [])
-        after = code.steps[users[0]] if len(users) == 1 and users[0] < len(code.steps) else None
-        if not (step.nested and step.layer and before and after) or uses[step.operands[0]] != [at]:
-            continue
-        if before.code == after.code == swap and sum(other.layer is step.layer for other in code.steps) == 1:
-            step.layer.code = f"{step.layer.code[:-1]}, batch_first=True)"
-            step.operands[0], step.outputs[0] = before.operands[0], after.outputs[0]
-            before.code = after.code = ""
-    code.steps = [step for step in code.steps if step.code]

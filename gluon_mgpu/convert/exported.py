@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import math
@@ -27,7 +28,7 @@ from gluon_mgpu.support.errors import Error, UsageError
 
 MOST_TEST_IMAGES = 1000
 BATCH_SIZE = 100  # of test images
-RANDOM_BATCHES = (1, 4, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
+RANDOM_BATCHES = (1, 3, 2)  # sizes of the batches of random inputs; if possible, the last one has larger images
 LARGER_BATCHES = (*range(2, 33), 64, 100, 128, 256)  # batch sizes for which a graph may be written
 FLOATS = ("float16", "float32", "float64")
 # For operators with indices or lengths: {position of this input: the attribute with the number of indices, "size" for
@@ -105,15 +106,23 @@ class Exported:
 
     def predict(self, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Compute the outputs with MXNet."""
-        return self.evaluate(self.symbol, inputs)
+        [outputs] = self.evaluate(self.symbol, [inputs])
+        return outputs
 
-    def evaluate(self, symbol: mx.sym.Symbol, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
-        """Compute part of the graph with MXNet."""
-        arrays = {**self.params, **dict(zip(self.inputs, inputs))}
+    def evaluate(self, symbol: mx.sym.Symbol, samples: Iterable[Iterable[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Compute part of the graph with MXNet, for each sample's inputs."""
+        names, results = symbol.list_inputs(), list[list[np.ndarray]]()
         with self.np_shape():
             fixed = mx.sym.Group([mx.sym.BlockGrad(output) for output in symbol])  # some operators have no gradient
-            outputs = nd.CachedOp(fixed)(*as_arrays(arrays[name] for name in symbol.list_inputs()))
-            return [output.asnumpy() for output in (outputs if isinstance(outputs, list) else [outputs])]
+            operator = nd.CachedOp(fixed)
+            needed = self.params.keys() & names
+            arrays = dict(zip(needed, as_arrays(self.params[name] for name in needed)))
+            for inputs in samples:
+                arrays.update(zip(self.inputs, as_arrays(inputs)))
+                outputs = operator(*(arrays[name] for name in names))
+                outputs = outputs if isinstance(outputs, list) else [outputs]
+                results.append([output.asnumpy() for output in outputs])
+        return results
 
     def shapes(self, inputs: Iterable[Shape]) -> list[list[Shape]]:
         """Infer the shapes of each node's outputs from the inputs' shapes. Raises ValueError or MXNetError."""
@@ -151,13 +160,15 @@ class Exported:
 
     def compute(self) -> Exported:
         """Compute those outputs of the samples that are missing. Raises MXNetError."""
-        for k, (X, outputs) in enumerate(self.samples):
-            if not outputs:
+        missing = [k for k, sample in enumerate(self.samples) if not sample.outputs]
+        found = self.evaluate(self.symbol, [self.samples[k].inputs for k in missing]) if missing else []
+        for k, outputs in zip(missing, found):
+            X = self.samples[k].inputs
+            if not all(np.isfinite(Y).all() for Y in outputs):  # from numbers in [0, 1) instead
+                X = tuple(np.where(x == np.floor(x), x, x % 1).astype(x.dtype) for x in X)
                 outputs = self.predict(X)
-                if not all(np.isfinite(Y).all() for Y in outputs):  # from numbers in [0, 1) instead
-                    X = tuple(np.where(x == np.floor(x), x, x % 1).astype(x.dtype) for x in X)
-                    outputs = self.predict(X)
-                self.samples[k] = Sample(X, outputs)
+            self.samples[k] = Sample(X, outputs)
+        release_memory()
         return self
 
     def relative_error(self, found: list[list[np.ndarray]]) -> float:
@@ -189,11 +200,12 @@ class Exported:
         arrays = {name: as_float64(array) for name, array in self.params.items()}
         double = replace(self, graph=self.graph.rewritten(in_float64), params=arrays)
         try:
-            samples = [Sample(X, double.predict(map(as_float64, X))) for X, _ in self.samples]
-            again = [self.predict(X) for X, _ in self.samples]
+            exact = double.evaluate(double.symbol, [map(as_float64, X) for X, _ in self.samples])
+            again = self.evaluate(self.symbol, [X for X, _ in self.samples])
         except mx.MXNetError:  # some operators compute only in float32
             return None
-        return replace(double, samples=samples) if self.relative_error(again) < 1e-5 else None
+        double.samples = [Sample(X, outputs) for (X, _), outputs in zip(self.samples, exact)]
+        return double if self.relative_error(again) < 1e-5 else None
 
     def before(self, i: int) -> list[str]:
         """The names, as in --output, of the outputs that a node takes, without the network's inputs and parameters."""
@@ -207,8 +219,7 @@ class Exported:
             if node.op not in ("topk", "argsort") or node.attrs.get("ret_typ") == "value":
                 continue
             axis = node.value("axis")
-            for X, _ in self.samples:
-                [values] = self.evaluate(self.graph.symbol(node.inputs[:1]), X)
+            for [values] in self.evaluate(self.graph.symbol(node.inputs[:1]), [X for X, _ in self.samples]):
                 if (np.diff(np.sort(values, axis), axis=-1 if axis is None else axis) == 0).any():
                     names = " ".join(f"--output {name}" for name in self.before(i))
                     found.append(
@@ -436,6 +447,12 @@ def _grown(network: Exported, shapes: list[Shape]) -> list[Shape]:
             network.shapes(grown)
             shapes = grown
     return shapes
+
+
+def release_memory() -> None:
+    """Return memory to the system, which glibc keeps after large arrays are freed."""
+    with contextlib.suppress(AttributeError):  # of other libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def as_arrays(inputs: Iterable[np.ndarray]) -> list[NDArray]:

@@ -24,6 +24,7 @@ from gluon_mgpu.convert.graph import Entry, GraphNode, in_float64
 EXAMPLES = 3  # batch normalization of 2 examples has nearly no gradient
 LARGEST = 2**26  # parameters; with more, float64 needs too much memory
 SMALLEST_IMAGE = 64
+LARGE = 2**16  # numbers
 # The largest relative error in float32: a unit of relu whose input is near 0 may be on its other side
 TOLERANCE = {"float64": 1e-4, "float32": 0.05}
 FLOOR = {"float64": 1e-6, "float32": 1e-2}  # a smaller gradient, relative to all, may be rounding
@@ -54,6 +55,7 @@ def write_reference(network: Exported, base: str, dtypes: Sequence[str] = ("floa
     outputs = [*range(len(network.graph.heads))]
     try:
         for dtype in dtypes:
+            gradients = None  # which may be large
             gradients = _Gradients(network, inputs, dtype, training)
             if not (reason := gradients.compute(outputs)):
                 break
@@ -224,8 +226,14 @@ class _Gradients:
         self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
         self.names = [*sorted(network.trained), *varying]
+        # In training, MXNet does not change the order of a weight's numbers, so large weights need not be copied
+        is_shared = training and dtype == "float32"
+        shared = {name for name in network.trained if is_shared and network.params[name].size > LARGE}
         with network.np_shape():
-            self.values = {name: as_arrays([convert(array)])[0] for name, array in network.params.items()}
+            self.values = {
+                name: nd.from_numpy(array) if name in shared else as_arrays([convert(array)])[0]
+                for name, array in network.params.items()
+            }
             self.values |= zip(network.inputs, as_arrays(self.inputs))
 
     def compute(self, outputs: list[int]) -> Exception | None:

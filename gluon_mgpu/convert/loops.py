@@ -6,10 +6,12 @@ next one is carried; its other inputs are the same for all time steps, or elemen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gluon_mgpu.convert.classes import common_path, define, form
 from gluon_mgpu.convert.graph import Entry
 from gluon_mgpu.convert.statements import (
     Carried,
@@ -17,15 +19,12 @@ from gluon_mgpu.convert.statements import (
     Elements,
     Input,
     Loop,
+    Modules,
     Operand,
     Parameter,
     Statement,
-    call_of,
-    class_name,
-    common_path,
-    define,
-    form,
     layers_of,
+    list_of,
 )
 
 LEAST = 3  # time steps
@@ -35,6 +34,7 @@ Slots = list[list[int]]  # for each step of the body, its index at each time ste
 class _Finder:
     def __init__(self, network: Class) -> None:
         self.network, self.steps, self.uses = network, network.steps, network.uses()
+        self.calls = network.calls()
         self.makers = {entry: at for at, step in enumerate(self.steps) for entry in step.outputs}
 
     def find(self) -> Loop | None:
@@ -47,11 +47,12 @@ class _Finder:
         return None
 
     def _calls(self) -> Iterator[list[int]]:
-        """The steps that call the same layer."""
+        """The steps that call the same layer, or blocks of the same kind."""
         calls: dict[Any, list[int]] = {}
         for at, step in enumerate(self.steps):
             if step.layer and not isinstance(step, Loop):
-                calls.setdefault((step.layer, step.code), []).append(at)
+                kind = self._kind(step) if step.layer.is_block else (step.code, step.layer)
+                calls.setdefault(kind, []).append(at)
         yield from (places for places in calls.values() if len(places) >= LEAST)
 
     def _consumers(self) -> Iterator[list[int]]:
@@ -65,7 +66,7 @@ class _Finder:
                     for at in {*self.uses.get(entry, [])} - {len(self.steps)}:
                         step = self.steps[at]
                         if not isinstance(step, Loop) and len({*entries} & {*step.entries()}) == 1:
-                            users.setdefault((step.layer, step.code), []).append(at)
+                            users.setdefault(self._kind(step), []).append(at)
                 yield from (places for places in users.values() if len({*places}) == len(places) == len(entries))
 
     def _users(self, at: int) -> set[int]:
@@ -125,7 +126,13 @@ class _Finder:
 
     def _alike(self, one: int, other: int) -> bool:
         a, b = self.steps[one], self.steps[other]
-        return type(a) is type(b) is Statement and a.code == b.code and a.layer is b.layer
+        return type(a) is type(b) is Statement and self._kind(a) == self._kind(b)
+
+    def _kind(self, step: Statement) -> tuple[Any, ...]:
+        """What is equal in each time step: the code, and the layer, or the code of layers of which each has its own."""
+        layer = step.layer
+        own = layer and layer.alone and self.calls[layer] == 1 and not layer.frozen and not layer.evaluated
+        return step.code, layer.code if layer and own else layer
 
     def _grown(self, slots: Slots, recurrent: bool) -> Slots:
         """Add the steps that only these steps need, and, if nothing is carried, steps without layers that need only
@@ -199,6 +206,12 @@ class _Finder:
         for slot in slots:
             step = self.steps[slot[0]]
             operands = [places.get(column, column[0]) for column in self._columns(slot)]
+            layers = [layer for at in slot if (layer := self.steps[at].layer)]
+            if len({*layers}) > 1:
+                place = (-1, len(inputs))
+                inputs[place] = Modules(list_of(re.sub(r"\d+", "", layers[0].name).strip("_"), layers))
+                step = replace(step, code=step.code.replace("self.layer", f"_{len(operands)}_"), layer=None)
+                operands.append(place)
             body.append(replace(step, operands=operands))
         external = [operand for column in places for operand in column if self._maker(operand) not in members]
         loop = Loop(
@@ -231,17 +244,28 @@ class _Finder:
         return True
 
 
-def roll(network: Class, taken: set[str]) -> list[Class]:
-    """Turn repeated time steps of a network into loops. Returns the classes that they call."""
+def find_loops(network: Class) -> None:
+    """Turn repeated time steps of a network, and parallel calls of blocks, into loops."""
     while _Finder(network).find():
         pass
+
+
+def roll(network: Class, taken: set[str]) -> list[Class]:
+    """Turn repeated time steps of a network into loops. Returns the classes that they call."""
+    find_loops(network)
     alike: dict[Any, list[Loop]] = {}
     loops = [step for step in network.steps if isinstance(step, Loop)]
     others = layers_of(step for step in network.statements() if not isinstance(step, Loop))
     for loop in loops:
         layers = layers_of(loop.body)
         elsewhere = layers_of(other for other in loops if other is not loop)
-        if len(layers) > 1 and not {*layers} & {*others, *elsewhere} and all(layer.alone for layer in layers):
+        has_modules = any(isinstance(given, Modules) for given in loop.inputs.values())
+        if (
+            len(layers) > 1
+            and not has_modules
+            and not {*layers} & {*others, *elsewhere}
+            and all(layer.alone for layer in layers)
+        ):
             kinds = tuple(
                 type(given) if isinstance(given, (Carried, Elements)) else Entry for given in loop.inputs.values()
             )
@@ -256,9 +280,9 @@ def _outline(loops: list[Loop], taken: set[str]) -> Class:
     inputs = dict(zip(first.inputs, first.names()))
     results: list[Operand] = [result[0] for result in first.results]
     paths = [common_path(layers_of(body)) for body in bodies]
-    code, layers = define(class_name("Cell", taken), bodies, inputs, results, paths)
+    code, layers = define("Cell", taken, bodies, inputs, results, paths)
     for loop, layer in zip(loops, layers):
         layer.name = layer.name or "cell"
         loop.layer, loop.name = layer, layer.name
-        loop.code = call_of(inputs)
+        loop.code = code.call
     return code

@@ -320,11 +320,10 @@ def activation(node: Node, x: str) -> str:
 
 
 def pooling(node: Node, x: str) -> str:
-    n, kind, old = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp"), node.kind == "poolingv1"
+    n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
     if kind == "lp" and node.word("p_value", 1, 2) == 1:
         kind = "sum"  # MXNet takes no absolute values
-    if "layout" in node:
-        node.word("layout", None, *LAYOUTS)
+    node.word("layout", None, *LAYOUTS)
     if node["global_pool"]:
         node.read |= set(node.attrs)
         pixels = _short(tuple(range(2, node.rank)))
@@ -334,11 +333,9 @@ def pooling(node: Node, x: str) -> str:
     kernel = node["kernel"]
     stride, pads = node.sizes("stride", 1), node.sizes("pad", 0)
     full = node.word("pooling_convention", "valid", "full") == "full"
-    includes_pad = "count_include_pad" not in node or node["count_include_pad"] in (None, True)
+    includes_pad = node["count_include_pad"] in (None, True)
     pool = {"kernel_size": _short(kernel), "stride": _unless(_short(kernel), _short(stride))}
-    if old and kind == "max" and any(pads):
-        x, pads = call("F.pad", x, tuple(p for pad in pads[::-1] for p in (pad, pad))), (0,) * n  # with zeros
-    alike = kind in ("max", "avg") and all(2 * p <= k for k, p in zip(kernel, pads)) and not (old and full)
+    alike = kind in ("max", "avg") and all(2 * p <= k for k, p in zip(kernel, pads))
     if alike and (not full or all(s + p <= k for k, s, p in zip(kernel, stride, pads))):
         pool |= {"padding": _unless(0, _short(pads)), "ceil_mode": _unless(False, full)}
         return call(f"F.{kind}_pool{n}d", x, **pool, count_include_pad=_unless(True, includes_pad or kind == "max"))
@@ -357,7 +354,7 @@ def pooling(node: Node, x: str) -> str:
     mean = call(f"F.avg_pool{n}d", padded(x), **pool)
     if kind == "sum":
         return f"{mean} * {math.prod(kernel)}"
-    if includes_pad and not full or old:
+    if includes_pad and not full:
         return mean
     if includes_pad and any(pads):
         raise Unsupported("pooling_convention='full' is not supported for this kernel, stride and pad")
@@ -562,13 +559,6 @@ def reduction(function: str) -> Callable[..., str]:
     return rule
 
 
-def np_norm(node: Node, x: str) -> str:
-    axis, keep = (parse(kind, node.attrs[key]) for kind, key in (("Shape", "axis"), ("boolean", "keepdims")))
-    if node.attrs["flag"] not in ("1", "-2"):  # the Euclidean norm of axes or of all numbers
-        raise Unsupported(f"ord={node.attrs['ord']!r} is not supported")
-    return call("torch.linalg.vector_norm", x, dim=axis, keepdim=_unless(False, keep))
-
-
 def arg_reduction(node: Node, x: str) -> str:
     function = "argmin" if "argmin" in node.op else "argmax"
     if node.kind == "argmaxchannel":
@@ -660,6 +650,11 @@ def arange_like(node: Node, x: str) -> str:
     return code if (start, step) == (0, 1) else f"{start!r} + {step!r} * {code}"
 
 
+def filled(node: Node, x: str) -> str:
+    dtype = _unless("torch.float32", f"torch.{node['dtype']}")
+    return call(f"torch.{node.kind}", *node.shape(x), device=f"{x}.device", dtype=dtype)
+
+
 def sequence(node: Node, x: str, *lengths: str) -> str:
     axis, kind = node["axis"], node.kind.removeprefix("sequence")
     if not lengths:
@@ -694,22 +689,6 @@ def grid(node: Node, x: str, *loc: str) -> str:
         return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
     node.read.add("sampler_type")
     return call("F.grid_sample", x, call("affine_grid", *loc, *node["target_shape"]), align_corners=True)
-
-
-def diag(node: Node, x: str) -> str:
-    if node.op.startswith("_linalg"):
-        return call(f"{x}.diagonal", node["offset"], -2, -1)
-    offset = node["offset" if "offset" in node else "k"]
-    if "axis1" not in node or node.rank == 1:
-        return call("torch.diag", x, offset)
-    return call(f"{x}.diagonal", offset, node["axis1"], node["axis2"])
-
-
-def unfold(node: Node, x: str) -> str:
-    sizes = [_short(node.sizes(key, default)) for key, default in (("dilate", 1), ("pad", 0), ("stride", 1))]
-    if node.op == "col2im":
-        return call("F.fold", x, node["output_size"], _short(node["kernel"]), *sizes)
-    return call("F.unfold", x, _short(node["kernel"]), *sizes)
 
 
 def box_decode(node: Node, x: str, anchors: str) -> str:
@@ -773,12 +752,12 @@ FUNCTIONAL = (convolution, fully_connected, layer_norm, instance_norm, group_nor
 UNARY = {
     **{
         name: f"torch.{name}"
-        for name in """abs ceil cos cosh erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
-            sign sin sinh sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
+        for name in """abs ceil cos erf erfinv exp expm1 floor log log10 log1p log2 reciprocal relu rsqrt sigmoid
+            sign sin sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
     },
-    **{f"arc{name}": f"torch.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh")},
-    **dict(absolute="torch.abs", around="torch.round", degrees="torch.rad2deg", fix="torch.trunc"),
-    **dict(gammaln="torch.lgamma", negative="torch.neg", radians="torch.deg2rad", softsign="F.softsign"),
+    **{f"arc{name}": f"torch.a{name}" for name in ("cos", "sin", "tan")},
+    **dict(absolute="torch.abs", around="torch.round", fix="torch.trunc", gammaln="torch.lgamma"),
+    **dict(negative="torch.neg", softsign="F.softsign"),
 }
 ARITHMETIC = {
     **dict.fromkeys(("add", "plus", "grad_add"), "{0} + {1}"),
@@ -823,7 +802,7 @@ RULES: dict[str, Rule] = {
     "rpower_scalar": "torch.pow({scalar}, {0})",  # -2.0 ** x is -(2.0 ** x)
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
-    **dict.fromkeys(("copyto", "CrossDeviceCopy", "cast_storage", "identity_with_attr_like_rhs"), "{0}"),
+    **dict.fromkeys(("cast_storage", "identity_with_attr_like_rhs"), "{0}"),
     **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
     **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
     **{
@@ -835,21 +814,12 @@ RULES: dict[str, Rule] = {
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
-    **{"col2im": unfold, "scatter_nd": "{0}.new_zeros({shape}).index_put(tuple({1}.long()), {0})"},
-    "vstack": lambda node, *inputs: f"torch.vstack([{', '.join(inputs)}])",
-    **{"_npi_norm": np_norm, "cholesky": "torch.linalg.cholesky({0})", "solve": "torch.linalg.solve({0}, {1})"},
-    **{"moveaxis": "{0}.movedim({source}, {destination})", "diff": "torch.diff({0}, {n}, {axis})"},
-    **{"diagonal": "{0}.diagonal({offset}, {axis1}, {axis2})"},
-    **{"trace": "{0}.diagonal({offset}, {axis1}, {axis2}).sum(-1)"},
+    "moveaxis": "{0}.movedim({source}, {destination})",
     **{
         "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
         "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
     },
-    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "nan_to_num": "{0}.nan_to_num({nan}, {posinf}, {neginf})"},
-    **{"tensordot": "torch.tensordot({0}, {1}, ({a_axes_summed}, {b_axes_summed}))", "einsum": einsum},
-    **{"tensordot_int_axes": "torch.tensordot({0}, {1}, {axes})"},
-    **{"linalg_makediag": "torch.diag_embed({0}, {offset})", "linalg_slogdet": "torch.linalg.slogdet({0})"},
-    **{"linalg_sumlogdiag": "{0}.diagonal(0, -2, -1).log().sum(-1)"},
+    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "einsum": einsum},
     **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
@@ -862,12 +832,8 @@ RULES: dict[str, Rule] = {
     "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
-    **{"cbrt": "{0}.sign() * {0}.abs() ** (1 / 3)", "rcbrt": "{0}.sign() / {0}.abs() ** (1 / 3)"},
-    **{"quadratic": "({a} * {0} + {b}) * {0} + {c}", "arctan2": "torch.atan2({0}, {1})"},
-    **{"full_like": "torch.full_like({0}, {fill_value})", **dict.fromkeys(("diag", "linalg_extractdiag"), diag)},
-    **{"linalg_det": "torch.linalg.det({0})", "linalg_inverse": "torch.linalg.inv({0})"},
-    **{"linalg_potrf": "torch.linalg.cholesky({0})", "batch_take": "{0}.gather(1, {1}.long().unsqueeze(1)).squeeze(1)"},
-    **{"im2col": unfold, "box_decode": box_decode},
+    **{"arctan2": "torch.atan2({0}, {1})", "full_like": "torch.full_like({0}, {fill_value})"},
+    "box_decode": box_decode,
     **dict.fromkeys(("DeformableConvolution", "ModulatedDeformableConvolution"), deformable),
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
@@ -894,9 +860,8 @@ RULES: dict[str, Rule] = {
             *(sort, squeeze, take, topk, upsampling, where),
         )
     },
-    **dict.fromkeys(("Convolution_v1", "Deconvolution"), convolution),
-    **dict.fromkeys(("SyncBatchNorm", "BatchNorm_v1", "BatchNormWithReLU"), batch_norm),
-    **{"Pooling_v1": pooling, "SparseEmbedding": embedding},
+    **dict.fromkeys(("SyncBatchNorm", "BatchNormWithReLU"), batch_norm),
+    **{"Deconvolution": convolution, "SparseEmbedding": embedding},
     "argsort": sort,
     "reshape_like": reshape,
     "slice": slices,
@@ -904,12 +869,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("log_softmax", "softmin", "SoftmaxActivation"), softmax),
     **dict.fromkeys(("dot", "batch_dot", "linalg_gemm", "linalg_gemm2", "matmul"), matrix_product),
     **dict.fromkeys(("argmax", "argmin", "argmax_channel"), arg_reduction),
-    **dict.fromkeys(("SliceChannel", "split_v2", "split", "hsplit", "dsplit"), split),
+    **dict.fromkeys(("SliceChannel", "split_v2", "split"), split),
     **dict.fromkeys(("Concat", "concatenate", "stack"), concat),
     **dict.fromkeys(("broadcast_to", "broadcast_like", "broadcast_axis"), expand),
     # Their shapes depend on the network's input
-    "zeros": lambda node, x: node.to_dtype(call(f"{x}.new_zeros", *node.shape(x))),
-    "ones": lambda node, x: node.to_dtype(call(f"{x}.new_ones", *node.shape(x))),
+    **dict.fromkeys(("zeros", "ones"), filled),
     **dict.fromkeys(("SequenceMask", "SequenceLast", "SequenceReverse"), sequence),
     **{f"interleaved_matmul_{kind}_{name}": attention for kind in ("selfatt", "encdec") for name in ("qk", "valatt")},
     **dict.fromkeys(("SpatialTransformer", "GridGenerator", "BilinearSampler"), grid),

@@ -7,7 +7,6 @@ reads and writes files whose names begin with BASE.
 from __future__ import annotations
 
 import json
-import math
 import runpy
 import sys
 import traceback
@@ -25,6 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 OPSET = 17
+SYMBOLICS: dict[str, Callable[..., Any]] = {  # operators that the exporter lacks
+    "trunc": lambda g, x: g.op("Mul", g.op("Sign", x), g.op("Floor", g.op("Abs", x))),
+    "expm1": lambda g, x: g.op("Sub", g.op("Exp", x), g.op("Constant", value_t=torch.tensor(1.0))),
+}
 
 
 def load(base: str) -> nn.Module:
@@ -104,8 +107,8 @@ def _gradients(net: nn.Module, keys: list[str], folder: Path, settings: dict[str
     for key, array in variables.items():
         array.register_post_accumulate_grad_hook(_saving(folder / f"{key}.npy"))
     found = {k: y for k, y in enumerate(call(net, inputs)) if y.requires_grad}
-    if pairs := [(y, given[f"head {k}"]) for k, y in found.items() if f"head {k}" in given]:
-        torch.autograd.backward(*zip(*pairs))
+    if products := [(y * given[f"head {k}"]).sum() for k, y in found.items() if f"head {k}" in given]:
+        torch.stack(products).sum().backward()  # given gradients of tensors, `backward` would import sympy
     return {"trained": [key for key in variables if not key.startswith("input ")], "differentiable": [*found]}
 
 
@@ -125,7 +128,7 @@ def export(net: nn.Module, base: str) -> None:
     # JSON has no integers as keys
     axes = {name: {int(k): size for k, size in sizes.items()} for name, sizes in options["dynamic_axes"].items()}
     warnings.simplefilter("ignore")  # the exporter warns that it is no longer developed, and about sizes that vary
-    for name, symbolic in symbolics().items():
+    for name, symbolic in SYMBOLICS.items():
         torch.onnx.register_custom_op_symbolic(f"aten::{name}", symbolic, OPSET)
     F.adaptive_avg_pool2d = adaptive_avg_pool2d
     options |= {"dynamic_axes": axes, "opset_version": OPSET, "dynamo": False}
@@ -133,24 +136,6 @@ def export(net: nn.Module, base: str) -> None:
         torch.onnx.export(net, tuple(samples(base)[-1]), f"{base}.onnx", **options)
     except Exception as error:  # of any type
         sys.exit(f"error: {str(error).strip().splitlines()[0].partition('. Please')[0]}")
-
-
-def symbolics() -> dict[str, Callable[..., Any]]:
-    """Operators that the exporter lacks."""
-
-    def constant(g: Any, value: float) -> Any:
-        return g.op("Constant", value_t=torch.tensor(value))
-
-    def same(op: str) -> Callable[..., Any]:
-        return lambda g, x: g.op(op, x)
-
-    return {
-        **{name: same(name.title()) for name in ("cosh", "sinh", "acosh", "asinh", "atanh")},
-        "trunc": lambda g, x: g.op("Mul", g.op("Sign", x), g.op("Floor", g.op("Abs", x))),
-        "expm1": lambda g, x: g.op("Sub", g.op("Exp", x), constant(g, 1.0)),
-        "rad2deg": lambda g, x: g.op("Mul", x, constant(g, 180 / math.pi)),
-        "deg2rad": lambda g, x: g.op("Mul", x, constant(g, math.pi / 180)),
-    }
 
 
 def adaptive_avg_pool2d(x: Tensor, size: Any, pool: Callable[..., Tensor] = F.adaptive_avg_pool2d) -> Tensor:

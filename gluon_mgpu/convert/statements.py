@@ -1,20 +1,14 @@
-"""What generated code is made of: statements, the layers that they call, and classes.
-
-`define` makes a class of equal groups of statements, such as repeated blocks or the bodies of loops.
-"""
+"""What generated code is made of: statements, the layers that they call, and classes."""
 
 from __future__ import annotations
 
-import ast
 import keyword
-import os
 import re
-import string
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from typing import Any, NamedTuple, Union
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain, count, groupby
+from typing import NamedTuple, Union
 
 import numpy as np
 
@@ -23,10 +17,6 @@ from gluon_mgpu.convert.graph import Entry
 # Attributes of nn.Module that a layer must not replace
 TAKEN = """apply buffers children compile cpu cuda double eval float forward half load_state_dict modules
     parameters state_dict to train training type zero_grad""".split()
-# A constant, or a tuple of numbers
-NUMBER = re.compile(r"(?<!\w)\((?:-?\d+(?:, )?)+,?\)|(?<![\w.])-?\d[\d.]*(?:e-?\d+)?|\b(?:True|False)\b")
-# Names for the numbers that create a layer
-ARGUMENTS = {"nn.Conv": ("inputs", "channels"), "nn.Linear": ("inputs", "units"), "nn.BatchNorm": ("channels",)}
 
 
 @dataclass(eq=False)
@@ -92,7 +82,13 @@ class Elements(NamedTuple):
     operands: tuple[Operand, ...]
 
 
-Input = Union[Operand, Carried, Elements]  # an operand that is the same for all time steps
+class Modules(NamedTuple):
+    """A layer for each time step. layer: the list of them."""
+
+    layer: Layer
+
+
+Input = Union[Operand, Carried, Elements, Modules]  # an operand that is the same for all time steps
 
 
 @dataclass
@@ -105,7 +101,8 @@ class Loop(Statement):
     results: list[tuple[Entry, ...]] = field(default_factory=list)  # for each output, its entry at each time step
 
     def layers(self) -> list[Layer]:
-        return [self.layer] if self.layer else layers_of(self.body)
+        lists = [given.layer for given in self.inputs.values() if isinstance(given, Modules)]
+        return [*lists, *([self.layer] if self.layer else layers_of(self.body))]
 
     def names(self) -> list[str]:
         """Names for the inputs inside the loop."""
@@ -131,6 +128,11 @@ class Class:
     def layers(self) -> list[Layer]:
         return layers_of(self.statements())
 
+    @property
+    def call(self) -> str:
+        """The code of a statement that calls an instance with all inputs."""
+        return f"self.layer({', '.join(f'_{k}_' for k in range(len(self.inputs)))})"
+
     def uses(self) -> dict[Operand, list[int]]:
         """For each value, the steps that use it, in order. Results are used after the last step."""
         uses: dict[Operand, list[int]] = {}
@@ -148,125 +150,28 @@ def layers_of(steps: Iterable[Statement]) -> list[Layer]:
     return list(dict.fromkeys(layer for step in steps for layer in step.layers()))
 
 
+def list_of(name: str, layers: list[Layer], code: str = "nn.ModuleList([{}])") -> Layer:
+    """A layer that is a list of layers. code: creates it from their code."""
+    words = list[str]()
+    for create, equal in groupby(layer.code for layer in layers):
+        times = len([*equal])
+        words += [f"*({create} for _ in range({times}))"] if times > 2 else [create] * times
+    state = {f"{k}.{key}": array for k, layer in enumerate(layers) for key, array in layer.state.items()}
+    return Layer(name, code.format(", ".join(words)), state)
+
+
 def identifier(name: str, others: set[str]) -> str:
     """Convert a name to an identifier that is not in `others`, and add the identifier to `others`."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
     if not name[:1].isalpha():
         name = f"layer{name}"
-    while keyword.iskeyword(name) or name in others:
+    if keyword.iskeyword(name) or name in TAKEN:
         name += "_"
+    name = next(unique for unique in chain([name], (f"{name}_{k}" for k in count(2))) if unique not in others)
     others.add(name)
     return name
-
-
-def class_name(kind: str, taken: set[str]) -> str:
-    """A name for a new class: kind, or kind with a number. It is added to `taken`."""
-    count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
-    return identifier(f"{kind}{count + 1}" if count else kind, taken)
-
-
-def form(steps: list[Statement], inputs: Iterable[Entry], results: Iterable[Entry] = ()) -> tuple[Any, ...]:
-    """What steps have in common that can be calls of one class: the operators, and how they are connected."""
-    places: dict[Any, Any] = {layer: k for k, layer in enumerate(layers_of(steps))}
-    places |= {entry: (-1, k) for k, entry in enumerate(inputs)}
-    described = list[Any]()
-    for at, step in enumerate(steps):
-        operands = [places[x.layer] if isinstance(x, Parameter) else places[x] for x in step.operands]
-        used = [(places[x], NUMBER.sub("0", x.code), x.evaluated, x.frozen) for x in step.layers()]
-        described.append((step.code, *operands, *used))
-        places |= {entry: (at, k) for k, entry in enumerate(step.outputs)}
-    return (*described, *(places[entry] for entry in results))
-
-
-def common_path(layers: list[Layer]) -> str:
-    """The beginning that the names of layers have in common: stage1 for stage1_conv0 and stage1_batchnorm0."""
-    names = [layer.name.split("_")[: None if layer.is_block else -1] for layer in layers]
-    return "_".join(os.path.commonprefix(names))
-
-
-def call_of(inputs: Collection[object]) -> str:
-    """The code that calls a layer with all inputs."""
-    return f"self.layer({', '.join(f'_{k}_' for k in range(len(inputs)))})"
-
-
-def define(
-    kind: str,
-    bodies: list[list[Statement]],
-    inputs: dict[Entry, str],
-    results: list[Operand],
-    paths: list[str],
-    names: list[str] | None = None,
-) -> tuple[Class, list[Layer]]:
-    """A class for equal steps, and its instance for each of the bodies.
-
-    inputs, results: of the first body. paths: the names of the instances. names: of the layers in the class.
-    """
-    groups = [layers_of(body) for body in bodies]
-    names, (words, codes, values) = names or _local_names(groups, paths), _arguments(groups)
-    moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
-    steps, instances = list[Statement](), list[Layer]()
-    for step in bodies[0]:
-        operands = [Parameter(moved[x.layer], x.name) if isinstance(x, Parameter) else x for x in step.operands]
-        layer = step.layer and moved[step.layer]
-        name = layer.name if layer else step.name.removeprefix(f"{paths[0]}_")
-        steps.append(replace(step, name=name, operands=operands, layer=layer))
-    for path, layers, numbers in zip(paths, groups, values):
-        state = {join(name, key): array for layer, name in zip(layers, names) for key, array in layer.state.items()}
-        instances.append(Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words))
-    defaults = dict[str, str]()
-    for word, column in [*zip(words, zip(*values))][2:]:
-        value, count = Counter(column).most_common(1)[0]
-        if 2 * count > len(column):
-            defaults[word] = repr(value)
-    return Class(kind, words, inputs, steps, results, defaults), instances
 
 
 def join(name: str, key: str) -> str:
     """The name of a layer's parameter."""
     return f"{name}.{key}" if key else name
-
-
-def _local_names(groups: list[list[Layer]], paths: list[str]) -> list[str]:
-    """The names of a class's layers: their own without the path. If these differ, such as conv2 and conv5, they are
-    numbered."""
-    inside = [
-        [layer.name.removeprefix(path).strip("_") or "block" for layer in layers] for layers, path in zip(groups, paths)
-    ]
-    names, used = inside[0], {*TAKEN}
-    if any(other != names for other in inside) or len({*names}) < len(names):
-        names = [re.sub(r"\d+$", "", name) for name in names]
-        names = [f"{name}{names[:k].count(name)}" if names.count(name) > 1 else name for k, name in enumerate(names)]
-    return [identifier(name, used) for name in names]
-
-
-def _arguments(groups: list[list[Layer]]) -> tuple[tuple[str, ...], list[str], list[list[Any]]]:
-    """The arguments of a class, the code of its layers, and the values of the arguments for each group."""
-    known: dict[tuple[Any, ...], str] = {}  # {the value for each group: the argument}
-    codes = list[str]()
-    for first, *others in zip(*groups):
-        code, end = "", 0
-        places = [[*NUMBER.finditer(layer.code)] for layer in (first, *others)]
-        words = first.words or next((names for start, names in ARGUMENTS.items() if first.code.startswith(start)), ())
-        for k, found in enumerate(zip(*places)):
-            column = tuple(ast.literal_eval(place[0]) for place in found)
-            text = repr(column[0]) if len({*column}) == 1 else known.get(column) or _ratio(column, known)
-            code += first.code[end : found[0].start()]
-            if not text:
-                option = re.search(r"(\w+)=$", code)
-                word = option[1] if option else words[k] if k < len(words) else "size"
-                numbered = (f"{word.rstrip(string.digits)}{number}" for number in ["", *range(2, len(known) + 3)])
-                text = known[column] = next(name for name in numbered if name not in known.values())
-            code, end = code + text, found[0].end()
-        codes.append(code + first.code[end:])
-    return tuple(known.values()), codes, [list(values) for values in zip(*known)] or [[] for _ in groups]
-
-
-def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | None:
-    """Values as a multiple or a fraction of an argument's."""
-    for other, word in known.items():
-        if all(type(value) is int and value > 0 for value in column + other):
-            ratios = {Fraction(value, base) for value, base in zip(column, other)}
-            if len(ratios) == 1 and 1 in ratios.copy().pop().as_integer_ratio():
-                above, below = ratios.pop().as_integer_ratio()
-                return f"{above} * {word}" if below == 1 else f"{word} // {below}"
-    return None

@@ -13,8 +13,8 @@ import gluon_mgpu.convert.gradients as gradients
 from gluon_mgpu import __version__
 from gluon_mgpu.convert.blocks import find
 from gluon_mgpu.convert.converter import Converter
-from gluon_mgpu.convert.exported import Exported
-from gluon_mgpu.convert.loops import roll
+from gluon_mgpu.convert.exported import Exported, release_memory
+from gluon_mgpu.convert.loops import find_loops, roll
 from gluon_mgpu.convert.statements import TAKEN, identifier, join
 from gluon_mgpu.convert.writer import WORDS, functions_of, methods
 from gluon_mgpu.support import subprocesses
@@ -68,6 +68,7 @@ def write(network: Exported, base: str) -> None:
     net = converter.convert()
     taken = {"Net", *WORDS}
     classes = roll(net, taken) + find(net, taken)
+    find_loops(net)  # of the blocks
     used, layers = {*TAKEN}, net.layers()
     for layer in layers:
         layer.name = identifier(layer.name, used)
@@ -103,6 +104,7 @@ def run(network: Exported, base: str, *tasks: str) -> None:
 def outputs(network: Exported, base: str) -> list[list[np.ndarray]]:
     """Load the written files in a new process, and compute the outputs for each of the network's samples."""
     gradients.write_reference(network, base)
+    release_memory()
     run(network, base, "outputs", "gradients")
     with np.load(f"{base}.outputs.npz") as arrays:
         return [[arrays[f"{i} {k}"] for k in range(len(sample.outputs))] for i, sample in enumerate(network.samples)]

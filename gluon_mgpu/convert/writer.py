@@ -15,6 +15,7 @@ from gluon_mgpu.convert.statements import (
     Class,
     Elements,
     Loop,
+    Modules,
     Operand,
     Parameter,
     Statement,
@@ -41,11 +42,8 @@ FORWARD = """
 MOST_TARGETS = 4  # variables to which one line assigns
 # Options of layers that need not be written
 DEFAULT = re.compile(r", (stride=1|padding=0|output_padding=0|dilation=1|groups=1|bias=True)(?=[,)])")
-FUNCTIONS = {
-    node.name: node
-    for node in ast.parse(Path(__file__).with_name("functions.py").read_text(encoding="utf-8")).body
-    if isinstance(node, ast.FunctionDef)
-}
+_, *_functions = Path(__file__).with_name("functions.py").read_text(encoding="utf-8").strip().split("\n\n\n")
+FUNCTIONS = {text.partition("def ")[2].partition("(")[0]: text for text in _functions}
 # Names that mean something else in the code
 WORDS = {"self", "torch", "nn", "F", "x", "y", "z", *FUNCTIONS, *dir(builtins)} - {"input"}
 
@@ -55,7 +53,7 @@ def functions_of(text: str) -> list[str]:
     called = dict[str, str]()
     for name in reversed(FUNCTIONS):  # a function calls only those before it
         if re.search(rf"\b{name}\(", text):
-            called[name] = ast.unparse(FUNCTIONS[name])
+            called[name] = FUNCTIONS[name]
             text += called[name]
     return list(called.values())[::-1]
 
@@ -182,6 +180,9 @@ class _Writer:
             elif isinstance(given, Elements):
                 name = self.new("step")
                 lists[name] = self.read_list(given.operands)
+            elif isinstance(given, Modules):
+                name = self.new("layer")
+                lists[name] = f"self.{given.layer.name}"
             else:
                 name = self.read(given)
             names.append(name)

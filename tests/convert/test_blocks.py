@@ -170,14 +170,13 @@ def test_a_last_time_step_that_differs_stays_after_the_loop(tmp_path):
 
 @needs("pytorch")
 @pytest.mark.slow
-def test_layers_that_differ_at_each_time_step_are_not_one_layer_of_a_loop(tmp_path):
+def test_layers_that_differ_at_each_time_step_are_a_list(tmp_path):
     weight = s.var("x2h_weight")
     steps = s.split(X, 6, axis=1, squeeze_axis=True)
     outputs = [s.FullyConnected(x, weight, num_hidden=4, no_bias=True) for x in steps]
     outputs = [s.BatchNorm(x, name=f"t{k}_norm", fix_gamma=False) for k, x in enumerate(outputs)]
-    given = convert.from_files(*files(tmp_path, s.concat(*outputs, dim=1), data=(2, 6, 5)), (6, 5))
-    convert.save(given, "pytorch", str(tmp_path / "net"))
-    assert len({*runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()}) == 7
+    code, net = written(tmp_path, s.concat(*outputs, dim=1), 6, 5)
+    assert len(net().t_norm) == 6 and code.count("x2h(") == code.count("BatchNorm") == 1
 
 
 @needs("pytorch")
@@ -207,3 +206,70 @@ def test_convolutions_with_normalization_and_activation_are_one_class_with_defau
     )
     code = (tmp_path / "net.py").read_text()
     assert code.count("\nclass ") == 2 and "ConvNormAct(4, 8)" in code
+
+
+def written(folder, network, *shape):
+    """The code that is written for a network, and its class."""
+    given = convert.from_files(*files(folder, network, data=(2, *shape)), shape)
+    convert.save(given, "pytorch", str(folder / "net"))
+    return (folder / "net.py").read_text(), runpy.run_path(str(folder / "net.py"))["Net"]
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_parallel_branches_of_one_value_become_one_class(tmp_path):
+    branches = []
+    for k in range(4):
+        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
+        branches.append(s.FullyConnected(y, num_hidden=k + 1, name=f"second{k}"))
+    code, _ = written(tmp_path, s.concat(*branches, dim=1), 6)
+    assert code.count("\nclass ") == 2 and code.count("nn.Linear(") == 2
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_equal_branches_become_a_list_of_blocks(tmp_path):
+    branches = []
+    for k in range(6):
+        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
+        branches.append(s.FullyConnected(y, num_hidden=3, name=f"second{k}"))
+    code, net = written(tmp_path, s.concat(*branches, dim=1), 6)
+    [(_, blocks)] = net().named_children()
+    assert len(blocks) == 6 and code.count("nn.Linear(") == 2
+
+
+@needs("pytorch")
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [[(0, -4, -1, 4, 0, 0), (0, 0, -4, 2, 2, 0, 0)], [(0, 3, 2, 2, 5, 7)]])
+def test_channels_that_are_moved_into_pixels_are_a_pixel_shuffle(codes, tmp_path):
+    x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=12)
+    for shape in codes:
+        x = s.reshape(x, shape)
+    code, _ = written(tmp_path, s.reshape(s.transpose(x, (0, 1, 4, 2, 5, 3)), (0, 0, -3, -3)), 3, 5, 7)
+    assert "F.pixel_shuffle(" in code and ".reshape(" not in code
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_another_transpose_between_two_reshapes_is_no_pixel_shuffle(tmp_path):
+    x = s.reshape(s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=12), (0, 2, 3, 2, 5, 7))
+    code, _ = written(tmp_path, s.reshape(s.transpose(x, (0, 1, 4, 2, 5, 3)), (0, 0, -3, -3)), 3, 5, 7)
+    assert "pixel_shuffle" not in code
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_the_name_of_the_network_is_left_out_even_if_a_layer_lacks_it(tmp_path):
+    x = X
+    for k in range(20):
+        x = s.FullyConnected(x, num_hidden=4, name=f"net0_features_fc{k}")
+    _, net = written(tmp_path, s.FullyConnected(x, num_hidden=3, name="net0_output"), 6)
+    assert {name for name, _ in net().named_children()} == {*(f"fc{k}" for k in range(20)), "output"}
+
+
+@needs("pytorch")
+@pytest.mark.slow
+def test_what_several_layers_compute_alike_is_computed_once_but_random_numbers_are_not(tmp_path):
+    y = s.FullyConnected(X, num_hidden=6, name="fc") * s.exp(X) + s.sqrt(s.exp(X))
+    code, _ = written(tmp_path, s.Dropout(y, p=0.5) + s.Dropout(y, p=0.5), 6)
+    assert code.count("torch.exp(") == 1 and code.count("F.dropout(") == 2

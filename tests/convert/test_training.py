@@ -176,6 +176,19 @@ def test_gradients_of_what_mxnet_computes_in_float32_may_differ_as_in_float32(tm
     assert 0 < abs(found - by_hand.item()) < 1e-6
 
 
+@pytest.mark.slow
+def test_computing_gradients_leaves_large_parameters_and_running_statistics_unchanged(tmp_path):
+    x = s.reshape(s.BatchNorm(dense(X, "fc", 300)), (-1, 12, 5, 5))
+    network = convert.from_files(
+        *files(tmp_path, s.Convolution(x, kernel=(3, 3), num_filter=640), data=(8, 300)), (300,)
+    )
+    before = {name: array.copy() for name, array in network.params.items()}
+    assert sum(array.size > gradients.LARGE for array in before.values()) == 2
+    gradients.write_reference(network, tmp_path / "net", ["float32"])
+    assert np.linalg.norm(np.load(tmp_path / "net.gradients/mxnet 0.npy")) > 0
+    assert all(np.array_equal(array, network.params[name]) for name, array in before.items())
+
+
 @needs("pytorch")
 @pytest.mark.parametrize(
     "build", [*NETWORKS[:1], *(pytest.param(build, marks=pytest.mark.slow) for build in NETWORKS[1:])]
