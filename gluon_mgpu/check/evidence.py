@@ -356,7 +356,8 @@ def frozen_on_one(e: Evidence) -> str:
     """What is wrong does not change on one device."""
     if any(e.terms.whole[name].any() for name in e.terms.wrong):
         return ""
-    return f"{listed(e.terms.wrong)} changes on {e.k} {e.units}, but not on one; freeze it on any number, or on none"
+    names = listed(e.terms.wrong)
+    return f"{e.k} {e.units} change {names}, but one does not; freeze the same parameters on any number of {e.units}"
 
 
 def clipped_alone(e: Evidence) -> str:
@@ -409,12 +410,12 @@ def some_places_only(e: Evidence) -> str:
     """The step uses only some examples of a batch, also on one device."""
     if e.sides.precision != "float64":
         return ""
-    for examples, of in ([*range(e.size)], str(e.size)), (e.parts[0], f"the {e.sizes[0]} of {e.devices[0]}"):
+    for examples, of in ([*range(e.size)], str(e.size)), (e.parts[0], f"the {e.sizes[0]} examples of {e.devices[0]}"):
         if places := e.places_left_out(examples):
             used = spans([i for i in range(len(examples)) if i not in places])
             return (
-                f"{e.update} differs: on one {e.unit}, the step uses only examples {used} of {of}, whatever they are; "
-                "use all, and sum the gradients of all"
+                f"{e.update} differs: on one {e.unit}, the step uses only examples {used} of {of}, whatever these "
+                "contain; use all, and sum the gradients of all"
             )
     return ""
 
@@ -469,24 +470,21 @@ def unknown(e: Evidence) -> str:
     """None of the above."""
     error, name = e.terms.largest_error
     is_exact = e.sides.precision == "float64"
-    by, advice = (
-        f"{error:.0%}",
-        "look for clipping or weight decay before the sum, or for what is gathered from others ",
-    )
-    advice += "without gradients"
+    by = f"{error:.1g}" if error < SMALL else f"{error:.0%}"
+    advice = "look for clipping or weight decay before the sum, or for what is gathered from others without gradients"
     if error < SMALL:
-        by, found = f"{error:.1g}", ["a term of the loss, such as a penalty, that is a mean over a shard"]
+        found = ["a term of the loss, such as a penalty, that is a mean over a shard"]
         if error > 1e-4 or not is_exact:
             found.append("rounding before the sum (to float16, bfloat16 or 8 bits)")
         if is_exact and e.sides.one.facts.adaptive:
             found.append("scaling, or clipping by another norm, which an optimizer like Adam nearly hides")
         advice = f"look for {', or for '.join(found)}"
     elif not e.terms.adds_up:
-        advice = f"on one {e.unit}, the updates of the shards do not add up to that of the batch; look for a mean, a "
-        advice += (
+        advice = (
+            f"on one {e.unit}, the updates of the shards do not add up to that of the batch; look for a mean, a "
             "weight, statistics or negatives of a shard, for clipping or weight decay before the sum, or for what is "
+            "gathered from others without gradients"
         )
-        advice += "gathered from others without gradients"
     return f"{e.update} differs from that of one {e.unit}, by {by} for {name}; {advice}{e.beginning}"
 
 

@@ -7,7 +7,7 @@ differs, `evidence` tells what went wrong. Needs only NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +27,14 @@ from gluon_mgpu.check.arrays import (
     wrong_split,
 )
 from gluon_mgpu.check.driver import UNITS, Claim, Driver, Options, Session, Shards, StepResult
-from gluon_mgpu.check.evidence import CAUSES, LEFT, Evidence, usual_parts
+from gluon_mgpu.check.evidence import (
+    CAUSES,
+    LEFT,
+    Evidence,
+    left_by_earlier_steps,
+    means_of_uneven_shards,
+    usual_parts,
+)
 from gluon_mgpu.check.sides import Sides
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 3  # verdicts; also the exit status of the command
@@ -227,10 +234,10 @@ class Comparison:
         """A claim that does not hold, and the reason; no reason if all steps are right."""
         reference, steps = self.reference, len(self.sides.one.steps)
         for i in range(steps):
-            claim, reason = self._judged(i)
+            (claim, reason), cause = self._judged(i)
             if reason and self.even and i == reference.steps:
                 self._note(f"warning: uneven batches are wrong: {reason}")
-            elif reason and i == reference.steps and "different sizes" not in reason:
+            elif reason and i == reference.steps and cause not in (means_of_uneven_shards, left_by_earlier_steps):
                 return claim, f"only with uneven batches ({reference.sizes[i]} examples): {reason}"
             elif reason:
                 return claim, reason
@@ -240,17 +247,17 @@ class Comparison:
             self._note(f"warning: {uneven} are not compared, {failure}")
         return "update", ""
 
-    def _judged(self, i: int) -> Claim:
-        """What is wrong with step i."""
+    def _judged(self, i: int) -> tuple[Claim, Callable[[Evidence], str] | None]:
+        """What is wrong with step i, and its cause in `CAUSES`, if it is one of these."""
         reference, several, sides = self.reference, self.sides.several, self._sides(i)
         uneven = i == reference.steps
         if len(several.steps) <= i:
-            return "compared" if several.late else "several", several.failure
+            return ("compared" if several.late else "several", several.failure), None
         here, there = sides.step(i)
         wrong = sides.wrong(here, there)
         losses = wrong_losses(here.losses, there.losses, reference.sizes[i])
         if not (wrong or losses or sides.unsynced(several.steps[i].changes)):
-            return "update", ""
+            return ("update", ""), None
         chosen = slice(0 if i <= reference.first else i, i + 1)
         changed = {name for step in sides.one.steps for name, a in step.changes[0].items() if a.any()}
         evidence = Evidence(
@@ -264,8 +271,8 @@ class Comparison:
             self.shards[chosen],
         )
         if i > reference.first and not uneven and not evidence.is_wrong_alone:
-            return "update", self._later(i, wrong)
-        return next((claim, reason) for claim, cause in CAUSES if (reason := cause(evidence)))
+            return ("update", self._later(i, wrong)), None
+        return next(((claim, reason), cause) for claim, cause in CAUSES if (reason := cause(evidence)))
 
     def _sides(self, i: int) -> Sides:
         """Those that have taken step i, in float64 if possible."""

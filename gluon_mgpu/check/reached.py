@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
+import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +83,8 @@ def missed(done: Done) -> list[str]:
     result."""
     found, main = list[str](), next(iter(done), "")
     for file, here in done.items():
-        where = "" if file == main else f" of {Path(file).name}"
+        name = Path(file).name if os.path.exists(file) else "another cell"
+        where = "" if file == main else f" of {name}"
         for has_run, group in groupby(sorted(here.lines), key=here.ran.__contains__):
             first, *others = group
             if not has_run:
@@ -104,10 +107,11 @@ def _one_sided(conditions: Sequence[ast.If | ast.IfExp], here: Reached) -> list[
 
 @cache
 def _lines(code: CodeType) -> set[int]:
-    """The lines of a function, without those of messages of assertions."""
-    lines = {line for _, line in dis.findlinestarts(code) if line}
-    asserts = [node for node in ast.walk(_tree(code.co_filename)) if isinstance(node, ast.Assert)]
-    return lines.difference(*(_span(node)[1:] for node in asserts))
+    """The lines of a function, without those that raise an error or leave a loop, and messages of assertions."""
+    lines, nodes = {line for _, line in dis.findlinestarts(code) if line}, [*ast.walk(_tree(code.co_filename))]
+    leaving = [_span(node) for node in nodes if isinstance(node, (ast.Raise, ast.Continue, ast.Break))]
+    messages = [_span(node)[1:] for node in nodes if isinstance(node, ast.Assert)]
+    return lines.difference(*leaving, *messages)
 
 
 @cache
@@ -143,7 +147,7 @@ def _depends_on_data(test: ast.expr) -> bool:
 @cache
 def _tree(file: str) -> ast.Module:
     try:
-        return ast.parse(Path(file).read_bytes())
+        return ast.parse(Path(file).read_bytes() if os.path.exists(file) else "".join(linecache.getlines(file)))
     except (OSError, SyntaxError, ValueError):
         return ast.Module([], [])
 

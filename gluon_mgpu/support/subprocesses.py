@@ -143,7 +143,7 @@ def _read(stream: IO[str], lines: deque[str], on_line: Callable[[str], object] |
         if line:
             lines.append(line)
             if on_line:
-                with suppress(OSError, ValueError):  # the reader of this process's output may be gone
+                with suppress(OSError):  # the reader of this process's output may be gone
                     on_line(line)
         if line != text:
             return

@@ -81,11 +81,23 @@ LISTED = """def example_batch(n):
 def train_batch(examples, params, lr):
     X, y = (torch.stack([example[name] for example in examples]) for name in "xy")
 """
+DRAWN = """from numpy.random import default_rng as generator
+
+
+def example_batch(n):
+    random = generator()
+    X, y = random.random((n, 1, 28, 28)), random.integers(10, size=n)
+    return torch.tensor(X, dtype=torch.float32), torch.tensor(y)
+
+
+def train_batch(X, y, params, lr):
+"""
 RIGHT_STEPS = {
     "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
     "a mask": ddp([LOSS, VALID]),
     "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
     "a list of examples": scratch(["def train_batch(X, y, params, lr):\n", LISTED]),
+    "batches that are drawn without a seed": scratch(["def train_batch(X, y, params, lr):\n", DRAWN]),
 }
 
 

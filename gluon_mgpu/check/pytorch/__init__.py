@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -70,7 +71,8 @@ def compare_file(path: str, processes: Sequence[int], steps: int, even: bool, se
     try:
         return compare(PyTorch(FileProgram(file), seconds), processes, steps, even)
     finally:
-        sys.path.remove(folder)
+        with suppress(ValueError):
+            sys.path.remove(folder)
 
 
 class PyTorch(Driver):
@@ -165,15 +167,16 @@ class PyTorch(Driver):
         if not steps:
             return []
         several, [one] = (step.rest for step in steps)
+        tolerance = TOLERANCE["float64" if options.double else "float32"]
 
         def is_apart(name: str, a: np.ndarray) -> bool:  # ZeRO keeps nothing for some parameters
             found = [rest[name] for rest in several if name in rest and rest[name].shape == a.shape]
-            return not all(is_same(b, a, TOLERANCE["float64"] * norm(a)) for b in found)
+            return not all(is_same(b, a, tolerance * norm(a)) for b in found)
 
         return [name for name, a in one.items() if is_apart(name, a)]
 
     def begins(self, k: int, batches: Sequence[Batch], options: Options) -> str:
-        steps = self._traced(k, batches, options)
+        steps = self._traced(k, batches, options) if options.double else []
         return first_difference(steps[0].modules, *steps[1].modules) if steps else ""
 
     def _traced(self, k: int, batches: Sequence[Batch], options: Options) -> list[StepResult]:

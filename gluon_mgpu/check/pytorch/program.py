@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -131,7 +131,7 @@ class FileProgram(Program):
         """From the file's own `example_batch(n)`, if it has one; each process draws all batches, in the same order."""
         if not hasattr(self.module, "example_batch"):
             return super().whole(batches)
-        with _seeded(np.random), _seeded(self.module):
+        with _seeded_generators(self.module):
             for batch in sorted(self.drawn, key=lambda batch: (batch.n, batch.i)):
                 seed_all(batch.i)
                 try:
@@ -150,14 +150,19 @@ class FileProgram(Program):
         return of_file(self.module, X, torch.tensor, model, net)
 
 
-def _seeded(module: ModuleType) -> AbstractContextManager[Any]:
-    """In this block, what a module calls default_rng has the seed 0, unless it is given one."""
-    default_rng = vars(module).get("default_rng", np.random.default_rng)
+@contextmanager
+def _seeded_generators(module: ModuleType) -> Iterator[None]:
+    """In this block, NumPy's default_rng has the seed 0, unless it is given one, whatever a module calls it."""
+    default_rng = np.random.default_rng
 
     def seeded(seed: Any = None) -> Any:
         return default_rng(0 if seed is None else seed)
 
-    return mock.patch.object(module, "default_rng", seeded, create=True)
+    with ExitStack() as patches:
+        for place in np.random, module:
+            for name in [name for name, value in vars(place).items() if value is default_rng]:
+                patches.enter_context(mock.patch.object(place, name, seeded))
+        yield
 
 
 def divided(how: str, k: int, n: int) -> list[list[int]]:

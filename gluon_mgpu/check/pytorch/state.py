@@ -106,7 +106,9 @@ class State:
         names, found = {id(a): name for name, a in self.tensors.items()}, Arrays()
         for name, optimizer in self.optimizers:
             kept = [
-                (names.get(id(p)), key, value) for p, of_p in optimizer.state.items() for key, value in of_p.items()
+                (names.get(id(p), i), key, value)
+                for i, (p, of_p) in enumerate(optimizer.state.items())
+                for key, value in of_p.items()
             ]
             found |= {
                 f"{name}.state[{p}].{key}": array_of(value) for p, key, value in kept if isinstance(value, Tensor)

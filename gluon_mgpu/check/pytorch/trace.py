@@ -101,8 +101,8 @@ def _difference(events: Sequence[Event], one: Sequence[Event], process: int) -> 
     calls, its_calls = (Counter(event.module for event in side if isinstance(event, Output)) for side in (events, one))
     if others := [module for module in {**its_calls, **calls} if calls[module] != its_calls[module]]:
         module = min(others, key=lambda module: module.count("."))  # the outermost
-        numbers = f"{calls[module]} times, and one process {its_calls[module]} times"
-        return f"; process {process} calls `{module}` {numbers}"
+        often, expected = (f"{n} times" if n != 1 else "once" for n in (calls[module], its_calls[module]))
+        return f"; process {process} calls `{module}` {often}; if there is only one process, it calls it {expected}"
     rows = dict[int, np.ndarray]()  # of outputs: where on one process
     factor = None  # between the gradients of a backward pass, such as the number of processes
     for i, (mine, its) in enumerate(zip(events, one)):

@@ -37,6 +37,7 @@ class Watch:
         self.optimizers: list[Optimizer] = []
         self.low = "float32"  # the lowest precision
         self.limits: dict[str, bool] = {}  # what may be clipped or skipped, and where; whether it was
+        self.unseen: list[str] = []  # what this version of PyTorch does not show
         self._updates = self._depth = 0
         self._params: list[Tensor] = []
         self._works: list[Work] = []
@@ -177,7 +178,7 @@ class Watch:
         place, name = places[0]
         original = getattr(place, name, None)
         if original is None:
-            self.limits[f"what {name} limits, which PyTorch {torch.__version__} does not show"] = False
+            self.unseen.append(f"without seeing what {name} limits, which PyTorch {torch.__version__} lacks")
             return
 
         @functools.wraps(original)

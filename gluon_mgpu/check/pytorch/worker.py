@@ -106,7 +106,7 @@ class Worker:
         is_divided = self.world == 1 and self.options.shards
         self.normalization = Normalization(normalized) if is_divided else None
         self.facts = facts_of(self.state, bool(normalized), is_data_parallel=not self.program.reference)
-        self.facts.how = ["with dropout off"] * is_switched
+        self.facts.how = ["with dropout off"] * is_switched + self.watch.unseen
         if self.program.trains_given:
             self.facts.soft = []
         if self.world == 1:
