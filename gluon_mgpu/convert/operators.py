@@ -756,8 +756,12 @@ UNARY = {
             sign sin sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
     },
     **{f"arc{name}": f"torch.a{name}" for name in ("cos", "sin", "tan")},
-    **dict(absolute="torch.abs", around="torch.round", fix="torch.trunc", gammaln="torch.lgamma"),
-    **dict(negative="torch.neg", softsign="F.softsign"),
+    "absolute": "torch.abs",
+    "around": "torch.round",
+    "fix": "torch.trunc",
+    "gammaln": "torch.lgamma",
+    "negative": "torch.neg",
+    "softsign": "F.softsign",
 }
 ARITHMETIC = {
     **dict.fromkeys(("add", "plus", "grad_add"), "{0} + {1}"),
@@ -771,8 +775,14 @@ ARITHMETIC = {
     "hypot": "({0} * {0} + {1} * {1}).sqrt()",
 }
 COMPARISONS = {
-    **{"equal": "==", "not_equal": "!=", "greater": ">", "greater_equal": ">="},
-    **{"less": "<", "less_equal": "<=", "lesser": "<", "lesser_equal": "<="},
+    "equal": "==",
+    "not_equal": "!=",
+    "greater": ">",
+    "greater_equal": ">=",
+    "less": "<",
+    "less_equal": "<=",
+    "lesser": "<",
+    "lesser_equal": "<=",
 }
 LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
 BINARY = {
@@ -783,8 +793,17 @@ BINARY = {
     **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
 }
 REDUCTIONS = {
-    **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
-    **{"norm": "linalg.vector_norm", "all": "all", "any": "any"},
+    "sum": "sum",
+    "mean": "mean",
+    "max": "amax",
+    "min": "amin",
+    "prod": "prod",
+    "std": "std",
+    "var": "var",
+    "nansum": "nansum",
+    "norm": "linalg.vector_norm",
+    "all": "all",
+    "any": "any",
 }
 FLATTEN = "{0}.flatten(1)"
 TILE = "torch.tile({0}, {reps})"
@@ -803,24 +822,24 @@ RULES: dict[str, Rule] = {
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
     **dict.fromkeys(("cast_storage", "identity_with_attr_like_rhs"), "{0}"),
-    **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
-    **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
-    **{
-        "image_to_tensor": lambda node, x: f"{x}.permute{(0, 3, 1, 2) if node.rank == 4 else (2, 0, 1)} / 255",
-        "image_normalize": image_normalize,
-        "image_resize": image_resize,
-    },
+    "round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()",
+    "sign_ste": "{0} + ({0}.sign() - {0}).detach()",
+    "smooth_l1": smooth_l1,
+    "Correlation": correlation,
+    "image_to_tensor": lambda node, x: f"{x}.permute{(0, 3, 1, 2) if node.rank == 4 else (2, 0, 1)} / 255",
+    "image_normalize": image_normalize,
+    "image_resize": image_resize,
     "image_crop": lambda node, x: (
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
     "moveaxis": "{0}.movedim({source}, {destination})",
-    **{
-        "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
-        "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
-    },
-    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "einsum": einsum},
-    **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
+    "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
+    "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
+    "where_scalar2": "torch.where({0} != 0, {x}, {y})",
+    "einsum": einsum,
+    "BlockGrad": "{0}.detach()",
+    "gradientmultiplier": "scale_gradient({0}, {scalar})",
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
@@ -832,13 +851,15 @@ RULES: dict[str, Rule] = {
     "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
-    **{"arctan2": "torch.atan2({0}, {1})", "full_like": "torch.full_like({0}, {fill_value})"},
+    "arctan2": "torch.atan2({0}, {1})",
+    "full_like": "torch.full_like({0}, {fill_value})",
     "box_decode": box_decode,
     **dict.fromkeys(("DeformableConvolution", "ModulatedDeformableConvolution"), deformable),
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
     "tril": "{0}.tril({k})",
-    **{"size_array": "torch._shape_as_tensor({0}).prod().reshape(1)", "roll": "torch.roll({0}, {shift}, {axis})"},
+    "size_array": "torch._shape_as_tensor({0}).prod().reshape(1)",
+    "roll": "torch.roll({0}, {shift}, {axis})",
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
     **dict.fromkeys(("SwapAxis", "swapaxes"), "{0}.transpose({dim1}, {dim2})"),
@@ -861,7 +882,8 @@ RULES: dict[str, Rule] = {
         )
     },
     **dict.fromkeys(("SyncBatchNorm", "BatchNormWithReLU"), batch_norm),
-    **{"Deconvolution": convolution, "SparseEmbedding": embedding},
+    "Deconvolution": convolution,
+    "SparseEmbedding": embedding,
     "argsort": sort,
     "reshape_like": reshape,
     "slice": slices,
