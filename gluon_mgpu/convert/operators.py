@@ -21,13 +21,14 @@ from gluon_mgpu.convert.registry import attributes, parse, simple
 
 Rule = Union[str, Callable[..., str]]
 LOWEST = float(np.finfo(np.float32).min)
-# Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
-HARMLESS = """cast_narrow copy ctx cudnn_off cudnn_tune grad_scale height indices indices_or_sections input_dim
-    is_int k keep_highest key lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range
-    ndev newshape no_bias normalization num_args num_filter num_hidden num_outputs optimize order
-    output_dim p_value reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
-    sparse_grad state_outputs stype target_shape upper_bound use_length use_sequence_length valid_thresh
-    width workspace""".split()
+# Attributes that change no operator's result, or that the shapes of its parameters and outputs imply. Those that only
+# some operators can ignore are in their rules.
+HARMLESS = """cast_narrow ctx cudnn_off cudnn_tune grad_scale input_dim is_int key max_calib_range min_calib_range ndev
+    no_bias normalization num_args num_filter num_hidden num_outputs optimize output_dim sparse_grad state_outputs stype
+    valid_thresh workspace""".split()
+# What `reshape` and `expand` need not read, because they use the shapes of their inputs and outputs
+RESHAPED = """axis keep_highest lhs_axes lhs_begin lhs_end newshape order reverse rhs_axes rhs_begin rhs_end shape size
+    target_shape""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
 
 
@@ -269,6 +270,7 @@ def embedding(node: Node, x: str, *weights: str) -> str:
 
 def leaky_relu(node: Node, x: str, *slopes: str) -> str:
     kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    node.read |= {"lower_bound", "upper_bound"}  # only rrelu uses them
     if kind == "prelu" and slopes:
         return call("F.prelu", x, *slopes)
     if kind == "prelu":
@@ -321,6 +323,7 @@ def activation(node: Node, x: str) -> str:
 
 def pooling(node: Node, x: str) -> str:
     n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
+    node.read.add("p_value")  # only lp uses it
     if kind == "lp" and node.word("p_value", 1, 2) == 1:
         kind = "sum"  # MXNet takes no absolute values
     node.word("layout", None, *LAYOUTS)
@@ -374,6 +377,7 @@ RESIZED = {
 
 def resize(node: Node, x: str, *like: str) -> str:
     mode, sizes = node["mode"], list[Any]()
+    node.read |= {"height", "width"}  # only the mode size uses them
     for axis, key in ((2, "height"), (3, "width")):
         scale = node[f"scale_{key}"]
         if mode == "like":
@@ -429,6 +433,7 @@ def pad(node: Node, x: str) -> str:
 
 
 def reshape(node: Node, x: str, *like: str) -> str:
+    node.read.update(RESHAPED)
     sizes = node.shape(x, *like)
     computed = [size for size in sizes if isinstance(size, str)]
     if sizes.count(-1) > 1:
@@ -473,6 +478,7 @@ def slice_like(node: Node, x: str, like: str) -> str:
 
 def split(node: Node, x: str) -> str:
     axis = node["axis"] % node.rank
+    node.read |= {"indices", "sections"}  # the outputs have these sizes
     squeezed = "squeeze_axis" in node and node["squeeze_axis"]
     if len(node.outputs) == 1:
         return call(f"{x}.squeeze", axis) if squeezed else x
@@ -509,7 +515,7 @@ def repeat(node: Node, x: str) -> str:
 
 
 def expand(node: Node, x: str, *like: str) -> str:
-    node.read.add("axis")
+    node.read.update(RESHAPED)
     return call(f"{x}.expand", *node.shape(x, *like))
 
 
@@ -525,7 +531,7 @@ def depth_to_space(node: Node, x: str) -> str:
 def softmax(node: Node, x: str, *lengths: str) -> str:
     if node.kind == "softmaxactivation":
         return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
-    node.read.add("dtype")
+    node.read |= {"dtype", "use_length"}
     temperature, axis = node["temperature"] or 1.0, node["axis"]
     source = f"-{x}" if node.kind == "softmin" else x
     source += "" if temperature == 1 else f" / {temperature!r}"
@@ -569,6 +575,7 @@ def arg_reduction(node: Node, x: str) -> str:
 
 def topk(node: Node, x: str) -> str:
     kind = node.word("ret_typ", "indices", "value", "both", "mask")
+    node.read.add("k")
     size = node["k"] if kind == "mask" else node.outputs[0][0][node["axis"]]
     code = call(f"{x}.topk", size, node["axis"], largest=_unless(True, not node["is_ascend"]))
     if kind == "value":
@@ -651,12 +658,14 @@ def arange_like(node: Node, x: str) -> str:
 
 
 def filled(node: Node, x: str) -> str:
+    node.read.add("shape")
     dtype = _unless("torch.float32", f"torch.{node['dtype']}")
     return call(f"torch.{node.kind}", *node.shape(x), device=f"{x}.device", dtype=dtype)
 
 
 def sequence(node: Node, x: str, *lengths: str) -> str:
     axis, kind = node["axis"], node.kind.removeprefix("sequence")
+    node.read.add("use_sequence_length")  # otherwise there are no lengths
     if not lengths:
         node.read.add("value")
         return {"mask": x, "last": f"{x}.select({axis}, -1)", "reverse": f"{x}.flip({axis})"}[kind]
@@ -684,6 +693,7 @@ def grid(node: Node, x: str, *loc: str) -> str:
     if node.op == "BilinearSampler":
         return f"F.grid_sample({x}, {loc[0]}.permute(0, 2, 3, 1), align_corners=True)"
     if node.word("transform_type", "affine", "warp") == "warp":
+        node.read.add("target_shape")  # only affine uses it
         return call("warp_grid", x)
     if node.op == "GridGenerator":
         return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
