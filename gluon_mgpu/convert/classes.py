@@ -64,8 +64,8 @@ def define(
     kind: the class has this name, or this name with a number if it is in `taken`, to which the name is added. inputs,
     results: of the first body. paths: the names of the instances. names: of the layers in the class.
     """
-    count = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
-    kind = identifier(f"{kind}{count + 1}" if count else kind, taken)
+    alike = sum(bool(re.fullmatch(rf"{kind}\d*", name)) for name in taken)
+    kind = identifier(f"{kind}{alike + 1}" if alike else kind, taken)
     groups = [layers_of(body) for body in bodies]
     names, (words, codes, values) = names or _local_names(groups, paths), _arguments(groups)
     moved = {layer: replace(layer, name=name, code=code) for layer, name, code in zip(groups[0], names, codes)}
@@ -80,8 +80,8 @@ def define(
         instances.append(Layer(path, f"{kind}({', '.join(map(repr, numbers))})", state, words))
     defaults = dict[str, str]()
     for word, column in [*zip(words, zip(*values))][2:]:
-        value, count = Counter(column).most_common(1)[0]
-        if 2 * count > len(column):
+        value, times = Counter(column).most_common(1)[0]
+        if 2 * times > len(column):
             defaults[word] = repr(value)
     return Class(kind, words, inputs, steps, results, defaults), instances
 
@@ -101,7 +101,7 @@ def _local_names(groups: list[list[Layer]], paths: list[str]) -> list[str]:
 
 def _arguments(groups: list[list[Layer]]) -> tuple[tuple[str, ...], list[str], list[list[Any]]]:
     """The arguments of a class, the code of its layers, and the values of the arguments for each group."""
-    known: dict[tuple[Any, ...], str] = {}  # {the value for each group: the argument}
+    arguments: dict[tuple[Any, ...], str] = {}  # {the value for each group: the argument}
     codes = list[str]()
     for first, *others in zip(*groups):
         code, end = "", 0
@@ -109,21 +109,21 @@ def _arguments(groups: list[list[Layer]]) -> tuple[tuple[str, ...], list[str], l
         words = first.words or next((names for start, names in ARGUMENTS.items() if first.code.startswith(start)), ())
         for k, found in enumerate(zip(*places)):
             column = tuple(ast.literal_eval(place[0]) for place in found)
-            text = repr(column[0]) if len({*column}) == 1 else known.get(column) or _ratio(column, known)
+            text = repr(column[0]) if len({*column}) == 1 else arguments.get(column) or _ratio(column, arguments)
             code += first.code[end : found[0].start()]
             if not text:
                 option = re.search(r"(\w+)=$", code)
                 word = option[1] if option else words[k] if k < len(words) else "size"
-                numbered = (f"{word.rstrip(string.digits)}{number}" for number in ["", *range(2, len(known) + 3)])
-                text = known[column] = next(name for name in numbered if name not in known.values())
+                numbered = (f"{word.rstrip(string.digits)}{number}" for number in ["", *range(2, len(arguments) + 3)])
+                text = arguments[column] = next(name for name in numbered if name not in arguments.values())
             code, end = code + text, found[0].end()
         codes.append(code + first.code[end:])
-    return tuple(known.values()), codes, [list(values) for values in zip(*known)] or [[] for _ in groups]
+    return tuple(arguments.values()), codes, [list(values) for values in zip(*arguments)] or [[] for _ in groups]
 
 
-def _ratio(column: tuple[Any, ...], known: dict[tuple[Any, ...], str]) -> str | None:
+def _ratio(column: tuple[Any, ...], arguments: dict[tuple[Any, ...], str]) -> str | None:
     """Values as a multiple or a fraction of an argument's."""
-    for other, word in known.items():
+    for other, word in arguments.items():
         if all(type(value) is int and value > 0 for value in column + other):
             ratios = {Fraction(value, base) for value, base in zip(column, other)}
             if len(ratios) == 1 and 1 in ratios.copy().pop().as_integer_ratio():

@@ -320,14 +320,16 @@ def from_files(
         candidates.append({name: 1 for name, shape in given.items() if shape})  # as in a recurrent network
     errors = list[Exception]()
     for counts in (RANDOM_BATCHES, (1, 1, 1)):  # some networks accept only one example
-        for network.batch_axes in candidates:
+        for axes in candidates:
+            network.batch_axes = axes
             try:
                 _draw(network, given, counts)
                 return network
             except (mx.MXNetError, ValueError) as error:
                 errors.append(error)
     for n in LARGER_BATCHES:
-        for network.batch_axes in candidates:
+        for axes in candidates:
+            network.batch_axes = axes
             with contextlib.suppress(mx.MXNetError, ValueError):
                 _draw(network, given, (n,))
                 advice = f"accepts only a batch of {n}; networks for one batch size above 1 cannot be converted"

@@ -226,12 +226,15 @@ class _Gradients:
         self.heads = [random.standard_normal(sizes[i][output]).astype(dtype) for i, output in network.graph.heads]
         varying = [name for name, X in zip(network.inputs, inputs) if (X % 1).any()]
         self.names = [*sorted(network.trained), *varying]
-        # In training, MXNet does not change the order of a weight's numbers, so large weights need not be copied
+        # In training, MXNet does not change the order of a weight's numbers, so large weights need not be copied if
+        # they are C-contiguous. from_numpy makes its argument read-only: here a view, not the caller's array
         is_shared = training and dtype == "float32"
         shared = {name for name in network.trained if is_shared and network.params[name].size > LARGE}
         with network.np_shape():
             self.values = {
-                name: nd.from_numpy(array) if name in shared else as_arrays([convert(array)])[0]
+                name: nd.from_numpy(np.ascontiguousarray(array).view())
+                if name in shared
+                else as_arrays([convert(array)])[0]
                 for name, array in network.params.items()
             }
             self.values |= zip(network.inputs, as_arrays(self.inputs))

@@ -132,7 +132,8 @@ class _Finder:
         """What is equal in each time step: the code, and the layer, or the code of layers of which each has its own."""
         layer = step.layer
         own = layer and layer.alone and self.calls[layer] == 1 and not layer.frozen and not layer.evaluated
-        return step.code, layer.code if layer and own else layer
+        # A list of blocks is called in a loop of its own, which needs the list's name
+        return step.code, layer.code if layer and own and not step.repeated else layer
 
     def _grown(self, slots: Slots, recurrent: bool) -> Slots:
         """Add the steps that only these steps need, and, if nothing is carried, steps without layers that need only

@@ -21,13 +21,14 @@ from gluon_mgpu.convert.registry import attributes, parse, simple
 
 Rule = Union[str, Callable[..., str]]
 LOWEST = float(np.finfo(np.float32).min)
-# Attributes that do not change what an operator computes, or that the shapes of its inputs and outputs imply
-HARMLESS = """cast_narrow copy ctx cudnn_off cudnn_tune grad_scale height indices indices_or_sections input_dim
-    is_int k keep_highest key lhs_axes lhs_begin lhs_end lower_bound max_calib_range min_calib_range
-    ndev newshape no_bias normalization num_args num_filter num_hidden num_outputs optimize order
-    output_dim p_value reverse rhs_axes rhs_begin rhs_end scale_height scale_width sections shape size
-    sparse_grad state_outputs stype target_shape upper_bound use_length use_sequence_length valid_thresh
-    width workspace""".split()
+# Attributes that change no operator's result, or that the shapes of its parameters and outputs imply. Those that only
+# some operators can ignore are in their rules.
+HARMLESS = """cast_narrow ctx cudnn_off cudnn_tune grad_scale input_dim is_int key max_calib_range min_calib_range ndev
+    no_bias normalization num_args num_filter num_hidden num_outputs optimize output_dim sparse_grad state_outputs stype
+    valid_thresh workspace""".split()
+# What `reshape` and `expand` need not read, because they use the shapes of their inputs and outputs
+RESHAPED = """axis keep_highest lhs_axes lhs_begin lhs_end newshape order reverse rhs_axes rhs_begin rhs_end shape size
+    target_shape""".split()
 LAYOUTS = ("NCW", "NCHW", "NCDHW")
 
 
@@ -269,6 +270,7 @@ def embedding(node: Node, x: str, *weights: str) -> str:
 
 def leaky_relu(node: Node, x: str, *slopes: str) -> str:
     kind, slope = node.word("act_type", "leaky", "elu", "selu", "gelu", "prelu", "rrelu"), node["slope"]
+    node.read |= {"lower_bound", "upper_bound"}  # only rrelu uses them
     if kind == "prelu" and slopes:
         return call("F.prelu", x, *slopes)
     if kind == "prelu":
@@ -321,6 +323,7 @@ def activation(node: Node, x: str) -> str:
 
 def pooling(node: Node, x: str) -> str:
     n, kind = node.rank - 2, node.word("pool_type", "max", "avg", "sum", "lp")
+    node.read.add("p_value")  # only lp uses it
     if kind == "lp" and node.word("p_value", 1, 2) == 1:
         kind = "sum"  # MXNet takes no absolute values
     node.word("layout", None, *LAYOUTS)
@@ -374,6 +377,7 @@ RESIZED = {
 
 def resize(node: Node, x: str, *like: str) -> str:
     mode, sizes = node["mode"], list[Any]()
+    node.read |= {"height", "width"}  # only the mode size uses them
     for axis, key in ((2, "height"), (3, "width")):
         scale = node[f"scale_{key}"]
         if mode == "like":
@@ -429,6 +433,7 @@ def pad(node: Node, x: str) -> str:
 
 
 def reshape(node: Node, x: str, *like: str) -> str:
+    node.read.update(RESHAPED)
     sizes = node.shape(x, *like)
     computed = [size for size in sizes if isinstance(size, str)]
     if sizes.count(-1) > 1:
@@ -473,6 +478,7 @@ def slice_like(node: Node, x: str, like: str) -> str:
 
 def split(node: Node, x: str) -> str:
     axis = node["axis"] % node.rank
+    node.read |= {"indices", "sections"}  # the outputs have these sizes
     squeezed = "squeeze_axis" in node and node["squeeze_axis"]
     if len(node.outputs) == 1:
         return call(f"{x}.squeeze", axis) if squeezed else x
@@ -509,7 +515,7 @@ def repeat(node: Node, x: str) -> str:
 
 
 def expand(node: Node, x: str, *like: str) -> str:
-    node.read.add("axis")
+    node.read.update(RESHAPED)
     return call(f"{x}.expand", *node.shape(x, *like))
 
 
@@ -525,7 +531,7 @@ def depth_to_space(node: Node, x: str) -> str:
 def softmax(node: Node, x: str, *lengths: str) -> str:
     if node.kind == "softmaxactivation":
         return call("F.softmax", x, dim=1 if node["mode"] == "channel" else -1)
-    node.read.add("dtype")
+    node.read |= {"dtype", "use_length"}
     temperature, axis = node["temperature"] or 1.0, node["axis"]
     source = f"-{x}" if node.kind == "softmin" else x
     source += "" if temperature == 1 else f" / {temperature!r}"
@@ -569,6 +575,7 @@ def arg_reduction(node: Node, x: str) -> str:
 
 def topk(node: Node, x: str) -> str:
     kind = node.word("ret_typ", "indices", "value", "both", "mask")
+    node.read.add("k")
     size = node["k"] if kind == "mask" else node.outputs[0][0][node["axis"]]
     code = call(f"{x}.topk", size, node["axis"], largest=_unless(True, not node["is_ascend"]))
     if kind == "value":
@@ -651,12 +658,14 @@ def arange_like(node: Node, x: str) -> str:
 
 
 def filled(node: Node, x: str) -> str:
+    node.read.add("shape")
     dtype = _unless("torch.float32", f"torch.{node['dtype']}")
     return call(f"torch.{node.kind}", *node.shape(x), device=f"{x}.device", dtype=dtype)
 
 
 def sequence(node: Node, x: str, *lengths: str) -> str:
     axis, kind = node["axis"], node.kind.removeprefix("sequence")
+    node.read.add("use_sequence_length")  # otherwise there are no lengths
     if not lengths:
         node.read.add("value")
         return {"mask": x, "last": f"{x}.select({axis}, -1)", "reverse": f"{x}.flip({axis})"}[kind]
@@ -684,6 +693,7 @@ def grid(node: Node, x: str, *loc: str) -> str:
     if node.op == "BilinearSampler":
         return f"F.grid_sample({x}, {loc[0]}.permute(0, 2, 3, 1), align_corners=True)"
     if node.word("transform_type", "affine", "warp") == "warp":
+        node.read.add("target_shape")  # only affine uses it
         return call("warp_grid", x)
     if node.op == "GridGenerator":
         return f"{call('affine_grid', x, *node['target_shape'])}.permute(0, 3, 1, 2)"
@@ -756,8 +766,12 @@ UNARY = {
             sign sin sqrt square tan tanh trunc zeros_like ones_like isnan isinf isfinite""".split()
     },
     **{f"arc{name}": f"torch.a{name}" for name in ("cos", "sin", "tan")},
-    **dict(absolute="torch.abs", around="torch.round", fix="torch.trunc", gammaln="torch.lgamma"),
-    **dict(negative="torch.neg", softsign="F.softsign"),
+    "absolute": "torch.abs",
+    "around": "torch.round",
+    "fix": "torch.trunc",
+    "gammaln": "torch.lgamma",
+    "negative": "torch.neg",
+    "softsign": "F.softsign",
 }
 ARITHMETIC = {
     **dict.fromkeys(("add", "plus", "grad_add"), "{0} + {1}"),
@@ -771,8 +785,14 @@ ARITHMETIC = {
     "hypot": "({0} * {0} + {1} * {1}).sqrt()",
 }
 COMPARISONS = {
-    **{"equal": "==", "not_equal": "!=", "greater": ">", "greater_equal": ">="},
-    **{"less": "<", "less_equal": "<=", "lesser": "<", "lesser_equal": "<="},
+    "equal": "==",
+    "not_equal": "!=",
+    "greater": ">",
+    "greater_equal": ">=",
+    "less": "<",
+    "less_equal": "<=",
+    "lesser": "<",
+    "lesser_equal": "<=",
 }
 LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
 BINARY = {
@@ -783,8 +803,17 @@ BINARY = {
     **{f"_npi_{name}": f"{{0}} {sign} {{1}}" for name, sign in COMPARISONS.items()},
 }
 REDUCTIONS = {
-    **dict(sum="sum", mean="mean", max="amax", min="amin", prod="prod", std="std", var="var", nansum="nansum"),
-    **{"norm": "linalg.vector_norm", "all": "all", "any": "any"},
+    "sum": "sum",
+    "mean": "mean",
+    "max": "amax",
+    "min": "amin",
+    "prod": "prod",
+    "std": "std",
+    "var": "var",
+    "nansum": "nansum",
+    "norm": "linalg.vector_norm",
+    "all": "all",
+    "any": "any",
 }
 FLATTEN = "{0}.flatten(1)"
 TILE = "torch.tile({0}, {reps})"
@@ -803,24 +832,24 @@ RULES: dict[str, Rule] = {
     **{name: reduction(code) for name, code in REDUCTIONS.items()},
     **dict.fromkeys(("copy", "MakeLoss", "IdentityAttachKLSparseReg"), "{0}"),
     **dict.fromkeys(("cast_storage", "identity_with_attr_like_rhs"), "{0}"),
-    **{"round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()"},
-    **{"sign_ste": "{0} + ({0}.sign() - {0}).detach()", "smooth_l1": smooth_l1, "Correlation": correlation},
-    **{
-        "image_to_tensor": lambda node, x: f"{x}.permute{(0, 3, 1, 2) if node.rank == 4 else (2, 0, 1)} / 255",
-        "image_normalize": image_normalize,
-        "image_resize": image_resize,
-    },
+    "round_ste": "{0} + (torch.trunc(2 * {0} - torch.trunc({0})) - {0}).detach()",
+    "sign_ste": "{0} + ({0}.sign() - {0}).detach()",
+    "smooth_l1": smooth_l1,
+    "Correlation": correlation,
+    "image_to_tensor": lambda node, x: f"{x}.permute{(0, 3, 1, 2) if node.rank == 4 else (2, 0, 1)} / 255",
+    "image_normalize": image_normalize,
+    "image_resize": image_resize,
     "image_crop": lambda node, x: (
         x + index("...", *((node[k], node[k] + node[size]) for k, size in (("y", "height"), ("x", "width"))), ())
     ),
     "amp_multicast": lambda node, *inputs: f"[{', '.join(inputs)}]",
     "moveaxis": "{0}.movedim({source}, {destination})",
-    **{
-        "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
-        "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
-    },
-    **{"where_scalar2": "torch.where({0} != 0, {x}, {y})", "einsum": einsum},
-    **{"BlockGrad": "{0}.detach()", "gradientmultiplier": "scale_gradient({0}, {scalar})"},
+    "where_lscalar": "torch.where({0} != 0, {scalar}, {1})",
+    "where_rscalar": "torch.where({0} != 0, {1}, {scalar})",
+    "where_scalar2": "torch.where({0} != 0, {x}, {y})",
+    "einsum": einsum,
+    "BlockGrad": "{0}.detach()",
+    "gradientmultiplier": "scale_gradient({0}, {scalar})",
     # torch.round rounds halves to even numbers, MXNet's round away from zero, and its rint down
     "round": "torch.trunc(2 * {0} - torch.trunc({0}))",
     "rint": "torch.where({0} - {0}.floor() <= 0.5, {0}.floor(), {0}.ceil())",
@@ -832,13 +861,15 @@ RULES: dict[str, Rule] = {
     "AdaptiveAvgPooling2D": lambda node, x: call("F.adaptive_avg_pool2d", x, _short(node["output_size"] or (1,))),
     "BilinearResize2D": resize,
     "cumsum": "{0}.cumsum({axis})",
-    **{"arctan2": "torch.atan2({0}, {1})", "full_like": "torch.full_like({0}, {fill_value})"},
+    "arctan2": "torch.atan2({0}, {1})",
+    "full_like": "torch.full_like({0}, {fill_value})",
     "box_decode": box_decode,
     **dict.fromkeys(("DeformableConvolution", "ModulatedDeformableConvolution"), deformable),
     "add_n": lambda node, *inputs: " + ".join(inputs),
     "Flatten": FLATTEN,
     "tril": "{0}.tril({k})",
-    **{"size_array": "torch._shape_as_tensor({0}).prod().reshape(1)", "roll": "torch.roll({0}, {shift}, {axis})"},
+    "size_array": "torch._shape_as_tensor({0}).prod().reshape(1)",
+    "roll": "torch.roll({0}, {shift}, {axis})",
     "shape_array": "torch._shape_as_tensor({0})",
     "expand_dims": lambda node, x: call(f"{x}.unsqueeze", node["axis"] % (node.rank + 1)),
     **dict.fromkeys(("SwapAxis", "swapaxes"), "{0}.transpose({dim1}, {dim2})"),
@@ -861,7 +892,8 @@ RULES: dict[str, Rule] = {
         )
     },
     **dict.fromkeys(("SyncBatchNorm", "BatchNormWithReLU"), batch_norm),
-    **{"Deconvolution": convolution, "SparseEmbedding": embedding},
+    "Deconvolution": convolution,
+    "SparseEmbedding": embedding,
     "argsort": sort,
     "reshape_like": reshape,
     "slice": slices,

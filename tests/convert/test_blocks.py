@@ -240,6 +240,29 @@ def test_equal_branches_become_a_list_of_blocks(tmp_path):
 
 @needs("pytorch")
 @pytest.mark.slow
+def test_parallel_towers_of_blocks_with_a_mask_keep_their_own_lists_of_blocks(tmp_path):
+    mask, towers = s.expand_dims(s.var("mask"), 1), []
+    for t in range(3):
+        x = X
+        for k in range(2):
+            name = f"tower{t}_cell{k}"
+            query, value = (
+                s.FullyConnected(x, num_hidden=4, flatten=False, name=f"{name}_{part}") for part in ("query", "value")
+            )
+            weights = s.softmax(s.broadcast_mul(s.batch_dot(query, value, transpose_b=True), mask))
+            x = s.LayerNorm(x + s.batch_dot(weights, value), name=f"{name}_norm")
+        y = s.relu(s.FullyConnected(x, num_hidden=8, flatten=False, name=f"head{t}_first"))
+        towers.append(x + s.FullyConnected(y, num_hidden=4, flatten=False, name=f"head{t}_second"))
+    written = files(tmp_path, s.concat(*towers, dim=-1), data=(2, 6, 4), mask=(2, 6))
+    convert.save(convert.from_files(*written, inputs={"data": (6, 4), "mask": (6,)}), "pytorch", str(tmp_path / "net"))
+    children = runpy.run_path(str(tmp_path / "net.py"))["Net"]().named_children()
+    assert {name: len(blocks) for name, blocks in children if name.startswith("tower")} == dict(
+        tower0=2, tower1=2, tower2=2
+    )
+
+
+@needs("pytorch")
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", [[(0, -4, -1, 4, 0, 0), (0, 0, -4, 2, 2, 0, 0)], [(0, 3, 2, 2, 5, 7)]])
 def test_channels_that_are_moved_into_pixels_are_a_pixel_shuffle(codes, tmp_path):
     x = s.Convolution(X, kernel=(3, 3), pad=(1, 1), num_filter=12)

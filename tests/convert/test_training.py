@@ -182,11 +182,13 @@ def test_computing_gradients_leaves_large_parameters_and_running_statistics_unch
     network = convert.from_files(
         *files(tmp_path, s.Convolution(x, kernel=(3, 3), num_filter=640), data=(8, 300)), (300,)
     )
+    network.params["fc_weight"] = np.asfortranarray(network.params["fc_weight"])
     before = {name: array.copy() for name, array in network.params.items()}
     assert sum(array.size > gradients.LARGE for array in before.values()) == 2
     gradients.write_reference(network, tmp_path / "net", ["float32"])
     assert np.linalg.norm(np.load(tmp_path / "net.gradients/mxnet 0.npy")) > 0
     assert all(np.array_equal(array, network.params[name]) for name, array in before.items())
+    assert all(array.flags.writeable for array in network.params.values())
 
 
 @needs("pytorch")
