@@ -194,7 +194,7 @@ class MXNet(Driver):
     def _take_steps(self, session: Session, model: Any, batches: Sequence[Any], options: Options, lr: float) -> None:
         dtype, is_several = "float64" if options.double else "float32", len(model.ctx) > 1
         data = [(nd.array(_scaled(X, options.scale), dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
-        self._prepare(model, data[0], lr, session.facts)
+        self._prepare(model, data[0], lr, session.facts, options.double)
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
         net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
@@ -252,8 +252,8 @@ class MXNet(Driver):
         with noting_calls(note):
             yield
 
-    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts) -> None:
-        """Give a model the Trainer of its lesson, with this learning rate."""
+    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts, double: bool) -> None:
+        """Give a model the Trainer of its lesson, with this learning rate. double: whether all networks get float64."""
         if not isinstance(model, GluonModel):
             return
         model.trainer.set_learning_rate(lr)
@@ -262,7 +262,7 @@ class MXNet(Driver):
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
                 facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
-        parameters = {**_of_other_networks(model, batch[0].dtype), **model.parameters}
+        parameters = {**_of_other_networks(model, double), **model.parameters}
         model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
 
     @staticmethod
@@ -445,16 +445,23 @@ def _refuse_synchronized(block: gluon.Block) -> None:
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 
 
-def _of_other_networks(model: GluonModel, dtype: type) -> dict[str, gluon.Parameter]:
-    """The parameters of networks in the file's variables, such as a critic, which get this type."""
+def _of_other_networks(model: GluonModel, double: bool) -> dict[str, gluon.Parameter]:
+    """The parameters of networks in the file's variables, such as a critic. double: cast them to float64, which makes
+    new arrays."""
     found = dict[str, gluon.Parameter]()
     for name, block in vars(model.lesson).items():
         if isinstance(block, gluon.Block):
-            block.cast(dtype)
+            if double and not _is_double(block):
+                block.cast("float64")
             found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items()}
     known = {*model.parameters.values()}
     others = {name: p for name, p in found.items() if p not in known and not name.endswith(RUNNING_STATS)}
     return {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
+
+
+def _is_double(block: gluon.Block) -> bool:
+    """Whether all arrays of a network are float64, as in one that is initialized within `_in_double`."""
+    return all(a.dtype == np.float64 for p in block.collect_params().values() for a in p._data or ())
 
 
 def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:

@@ -97,6 +97,23 @@ OF_CRITIC = (
     ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
     (STEP, f"    trainers[0].step(X.shape[0])\n{STEP}"),
 )
+BY_HAND = """    critic.initialize(ctx=ctx)
+    critics.extend([p.data(c) for p in critic.collect_params().values()] for c in ctx)
+    trainer = gluon"""
+UPDATE_BY_HAND = """    for params in critics:
+        for p in params:
+            p -= 0.01 * p.grad / X.shape[0]
+"""
+SUM_OF_CRITICS = """    for gradients in zip(*([p.grad for p in params] for params in critics)):
+        total = nd.add_n(*[g.as_in_context(ctx[0]) for g in gradients])
+        for g in gradients:
+            total.copyto(g)
+"""
+HAND_MADE = (
+    ("loss = gluon", "critic, critics = nn.Dense(1, in_units=10), []\nloss = gluon"),
+    ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
+    ("    trainer = gluon", BY_HAND),
+)
 TREE = """    distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -241,6 +258,11 @@ WRONG = {
         "sum",
         "own gradients for critic",
     ),
+    "Gluon, a critic's arrays that are updated by hand, each with its own gradients": (
+        (highlevel, *HAND_MADE, (STEP, UPDATE_BY_HAND + STEP)),
+        "sum",
+        "own gradients for critic",
+    ),
     "Gluon, compressed gradients": (
         (highlevel, (TRAINER, "compression_params={'type': '2bit', 'threshold': 0.5}")),
         "update",
@@ -269,6 +291,10 @@ RIGHT = {
     "AdaGrad": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adagrad", {"learning_rate": 0.01}')), []),
     "one-hot labels": ((scratch, (LOSS, "-(nd.one_hot(y, 10) * nd.log_softmax(y_hat)).sum(axis=1)")), []),
     "a critic": ((highlevel, *OF_CRITIC, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))), []),
+    "a critic's arrays that are updated by hand": (
+        (highlevel, *HAND_MADE, (STEP, SUM_OF_CRITICS + UPDATE_BY_HAND + STEP)),
+        [],
+    ),
     "gradients in float16": (
         (highlevel, (STEP, IN_FLOAT16 + STEP)),
         ["in float64, without the rounding of float16"],
