@@ -7,6 +7,7 @@ and what `split_and_load`, `allreduce` and `evaluate_accuracy` do when they are 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -507,13 +508,13 @@ def _in_double(facts: Facts) -> Iterator[None]:
         facts.low = max(facts.low, low or "float32", key=ROUNDING.__getitem__)
         return "float64" if low else dtype
 
-    def created(create: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: create(*args, **{**options, "dtype": larger(options.get("dtype"))})
+    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
 
-    def cast(convert: Callable[..., Any]) -> Callable[..., Any]:
-        def in_double(array: Any, *dtype: Any, **options: Any) -> Any:
-            options |= {"dtype": larger(options["dtype"])} if "dtype" in options else {}
-            return convert(array, *map(larger, dtype[:1]), *dtype[1:], **options)
+        def in_double(*args: Any, **options: Any) -> Any:
+            bound = signature.bind_partial(*args, **options)
+            bound.arguments["dtype"] = larger(bound.arguments.get("dtype"))
+            return function(*bound.args, **bound.kwargs)
 
         return in_double
 
@@ -531,12 +532,12 @@ def _in_double(facts: Facts) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, names, change in (
-            (nd, CREATE, created),
-            (mx.optimizer.optimizer, ("zeros",), created),
+            (nd, CREATE, typed),
+            (mx.optimizer.optimizer, ("zeros",), typed),
             (nd.random, DRAW, drawn),
             (mx.random, DRAW, drawn),
-            (nd, CAST, cast),
-            (NDArray, ("astype",), cast),
+            (nd, CAST, typed),
+            (NDArray, ("astype",), typed),
         ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, change(getattr(owner, name))))
@@ -548,10 +549,10 @@ def _without_dropout(facts: Facts) -> Iterator[None]:
     """Let dropout keep all values, and say so."""
 
     def keeping(dropout: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(data: Any, p: float = 0.5, **options: Any) -> Any:
+        def keep(data: Any, p: float = 0.5, *others: Any, **options: Any) -> Any:
             if p > 0:
                 facts.how = ["with dropout off"]
-            return dropout(data, p=0, **options)
+            return dropout(data, 0, *others, **options)
 
         return keep
 

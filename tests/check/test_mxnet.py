@@ -303,6 +303,17 @@ RIGHT = {
         (scratch, ("p.attach_grad()", "p.attach_grad(grad_req='add')"), (BACKWARD, IN_PARTS)),
         [],
     ),
+    "types and modes by position": (
+        (
+            scratch,
+            (
+                SPLIT,
+                f"{SPLIT}    ys = [nd.cast(data=nd.array(y, c, 'float32'), dtype='float16') for y, c in zip(ys, ctx)]\n",
+            ),
+            (LOSS, f"{LOSS} * nd.Dropout(nd.ones(y.shape, y.context, 'float32'), 0.5, 'always')"),
+        ),
+        ["with dropout off", "in float64, without the rounding of float16"],
+    ),
     "dropout": ((highlevel, ("nn.Flatten()", "nn.Dropout(0.5), nn.Flatten()")), ["with dropout off"]),
 }
 
