@@ -108,7 +108,8 @@ def _codes(function: Any) -> list[Any]:
 class MXNet(Driver):
     """The driver. ctx: the most devices. extra: how many examples make a batch uneven; 0: all batches are even. called:
     what the steps have called. examples: how many a step on several had on each device. hints: what is odd about it.
-    placed: what is wrong with the places of the replicas. done: what has run of the file's functions.
+    placed: what is wrong with the places of the replicas. done: what has run of the file's functions. shapes: of the
+    parameters of networks other than the model's.
     """
 
     divides = "split_and_load"
@@ -135,6 +136,7 @@ class MXNet(Driver):
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
         lessons.describe(lesson).check_settings(self.as_trained)
         self.called, self.examples, self.hints, self.placed = set[CodeType](), Counter[Context](), list[str](), ""
+        self.shapes: dict[str, tuple[int, ...]] | None = None
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
@@ -254,17 +256,43 @@ class MXNet(Driver):
             yield
 
     def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts, double: bool) -> None:
-        """Give a model the Trainer of its lesson, with this learning rate. double: whether all networks get float64."""
+        """Give a model the Trainer of its lesson, and the arrays of other networks. double: these get float64."""
         if not isinstance(model, GluonModel):
             return
+        if reason := self._set_trainer(model, lr, batch):
+            facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {reason}"]
+        others = _of_other_networks(model)
+        if any(p._deferred_init for p in others.values()):
+            self._infer_shapes(others, batch)
+        if double:
+            _cast_other_networks(model)
+        found = {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
+        parameters = {**found, **model.parameters}
+        model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
+
+    def _set_trainer(self, model: GluonModel, lr: float, batch: Any) -> str:
+        """Give a model the Trainer of its lesson, with this learning rate. Returns why it does not, if so."""
         model.trainer.set_learning_rate(lr)
         if self.own_trainer:
             try:
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
-                facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
-        parameters = {**_of_other_networks(model, double), **model.parameters}
-        model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
+                return str(error)
+        return ""
+
+    def _infer_shapes(self, parameters: Mapping[str, gluon.Parameter], batch: Any) -> None:
+        """Create the parameters that Gluon creates only in the first step, with the shapes that they have after a step
+        of a fresh lesson."""
+        if self.shapes is None:
+            model, (X, y) = self.model(1), batch
+            self._set_trainer(model, LR, batch)
+            self._step(model, X, y, LR)
+            self.shapes = {name: p.shape for name, p in _of_other_networks(model).items() if p._data}
+        seed_generators(0)
+        for name, p in parameters.items():
+            if name in self.shapes:
+                p.shape = self.shapes[name]
+                p._finish_deferred_init()
 
     @staticmethod
     def _step(model: Any, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -446,23 +474,24 @@ def _refuse_synchronized(block: gluon.Block) -> None:
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 
 
-def _of_other_networks(model: GluonModel, double: bool) -> dict[str, gluon.Parameter]:
-    """The parameters of networks in the file's variables, such as a critic. double: cast them to float64, which makes
-    new arrays."""
-    found = dict[str, gluon.Parameter]()
-    for name, block in vars(model.lesson).items():
-        if isinstance(block, gluon.Block):
-            if double and not _is_double(block):
-                block.cast("float64")
-            found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items()}
-    known = {*model.parameters.values()}
-    others = {name: p for name, p in found.items() if p not in known and not name.endswith(RUNNING_STATS)}
-    return {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
+def _other_networks(model: GluonModel) -> dict[str, gluon.Block]:
+    """The networks in the file's variables, such as a critic."""
+    return {name: block for name, block in vars(model.lesson).items() if isinstance(block, gluon.Block)}
 
 
-def _is_double(block: gluon.Block) -> bool:
-    """Whether all arrays of a network are float64, as in one that is initialized within `_in_double`."""
-    return all(a.dtype == np.float64 for p in block.collect_params().values() for a in p._data or ())
+def _of_other_networks(model: GluonModel) -> dict[str, gluon.Parameter]:
+    """Their parameters, without those of the model and running statistics."""
+    known, found = {*model.parameters.values()}, dict[str, gluon.Parameter]()
+    for name, block in _other_networks(model).items():
+        found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items() if p not in known}
+    return {name: p for name, p in found.items() if not name.endswith(RUNNING_STATS)}
+
+
+def _cast_other_networks(model: GluonModel) -> None:
+    """Cast them to float64, unless they were initialized within `_in_double`. This makes new arrays."""
+    for block in _other_networks(model).values():
+        if any(a.dtype != np.float64 for p in block.collect_params().values() for a in p._data or ()):
+            block.cast("float64")
 
 
 def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:

@@ -114,6 +114,7 @@ HAND_MADE = (
     ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
     ("    trainer = gluon", BY_HAND),
 )
+DEFERRED = [(old, new.replace("1, in_units=10", "1")) for old, new in OF_CRITIC]
 TREE = """    distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -258,6 +259,11 @@ WRONG = {
         "sum",
         "own gradients for critic",
     ),
+    "Gluon, a critic of unknown shapes whose Trainer sums nothing": (
+        (highlevel, *DEFERRED, ("    trainer = gluon", CRITIC.replace("KVSTORE", "None"))),
+        "sum",
+        "own gradients for critic",
+    ),
     "Gluon, a critic's arrays that are updated by hand, each with its own gradients": (
         (highlevel, *HAND_MADE, (STEP, UPDATE_BY_HAND + STEP)),
         "sum",
@@ -291,6 +297,10 @@ RIGHT = {
     "AdaGrad": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adagrad", {"learning_rate": 0.01}')), []),
     "one-hot labels": ((scratch, (LOSS, "-(nd.one_hot(y, 10) * nd.log_softmax(y_hat)).sum(axis=1)")), []),
     "a critic": ((highlevel, *OF_CRITIC, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))), []),
+    "a critic of unknown shapes": (
+        (highlevel, *DEFERRED, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))),
+        [],
+    ),
     "a critic's arrays that are updated by hand": (
         (highlevel, *HAND_MADE, (STEP, SUM_OF_CRITICS + UPDATE_BY_HAND + STEP)),
         [],
@@ -308,7 +318,7 @@ RIGHT = {
             scratch,
             (
                 SPLIT,
-                f"{SPLIT}    ys = [nd.cast(data=nd.array(y, c, 'float32'), dtype='float16') for y, c in zip(ys, ctx)]\n",
+                f"{SPLIT}    ys = [nd.cast(data=nd.array(y, y.context, 'float32'), dtype='float16') for y in ys]\n",
             ),
             (LOSS, f"{LOSS} * nd.Dropout(nd.ones(y.shape, y.context, 'float32'), 0.5, 'always')"),
         ),
