@@ -229,7 +229,7 @@ class MXNet(Driver):
             statistics = only(_arrays(model), model.running_stats)
             model.average_running_stats(losses, X.shape[0], Group())
             step = StepResult(changes_of(before, _arrays(model)), losses=[a.asnumpy().reshape(-1) for a in losses])
-            step.modules = statistics
+            step.statistics = statistics
             step.rates = [{"lr 0": float(trainer.learning_rate)}] * len(model.ctx) if trainer else []
             step.grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
             step.rest = rest()
@@ -406,10 +406,10 @@ class MXNet(Driver):
         if not several or not all(alone):
             return ""
         wrong = list[str]()
-        for name in several[0].modules[0]:
-            whole, *of_parts = (steps[0].modules[0][name] for steps in alone)
+        for name in several[0].statistics[0]:
+            whole, *of_parts = (steps[0].statistics[0][name] for steps in alone)
             right = [*of_parts, np.mean(of_parts, axis=0), whole]  # the whole batch's, if it is synchronized
-            found = [arrays[name] for arrays in several[0].modules]
+            found = [arrays[name] for arrays in several[0].statistics]
             if not all(any(is_same(a, b, 1e-4 * norm(b)) for b in right) for a in found):
                 wrong.append(name)
         reason = f"the running statistics ({listed(wrong)}) are neither those of a device's examples nor an average of "
