@@ -53,6 +53,7 @@ STRESS = {
     "if one device gets numbers that are not finite": Options(scale=math.nan),
 }
 CAST = ("cast", "Cast", "amp_cast")
+SUM, UPDATE = gluon.Trainer._allreduce_grads.__code__, gluon.Trainer._update.__code__
 
 
 def compare_lesson(
@@ -217,7 +218,8 @@ class MXNet(Driver):
             self.placed = self._misplaced(model)
         model.load(given)
         grads = _noted_gradients(model) if trainer else []
-        calls = Counter[CodeType]()
+        allreduce = code_of(getattr(model.lesson, "allreduce", None))
+        calls = Counter(dict.fromkeys((allreduce, SUM, UPDATE), 0))
         for i, (X, y) in enumerate(data):
             seed_generators(1000 * options.seed + i)
             before, examples = _arrays(model), Counter[Context]()
@@ -237,16 +239,21 @@ class MXNet(Driver):
             grads.clear()
             if is_several:
                 self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-                self.hints = _hints(calls, i + 1, len(before[0]), compression)
+                sums, of_trainer, updates = (count / (i + 1) for count in calls.values())
+                self.hints = _hints(sums, len(before[0]), of_trainer, updates)
+                if compression:
+                    self.hints.append("the Trainer compresses gradients (compression_params)")
 
     @contextmanager
-    def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[CodeType]) -> Iterator[None]:
-        """Note what a step calls, and how many examples are computed on each device."""
+    def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[Any]) -> Iterator[None]:
+        """Note what a step calls, and how many examples are computed on each device. calls: counts the calls of the
+        functions that it has, except those that they make of themselves."""
         computes = code_of(lesson.forward_backward)
 
         def note(frame: FrameType) -> None:
-            calls[frame.f_code] += 1
             self.called.add(frame.f_code)
+            if frame.f_code in calls and not _is_recursive(frame):
+                calls[frame.f_code] += 1
             if frame.f_code == computes and computes.co_argcount > 1:
                 shards = frame.f_locals[computes.co_varnames[1]]
                 for shard in shards if isinstance(shards, (list, tuple)) else ():
@@ -451,20 +458,23 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
 
 
-def _hints(calls: Counter[CodeType], steps: int, arrays: int, compression: Any) -> list[str]:
-    """What may be wrong with sums in some steps on several devices. calls: how often they have called what. arrays: how
-    many there are. compression: of the Trainer."""
-    times, hints = Counter[str](), list[str]()
-    for code, count in calls.items():
-        times[code.co_name] += count
-    if times["allreduce"] > steps * arrays:
-        count = times["allreduce"] // steps
-        hints.append(f"a step calls allreduce {count} times, for {arrays} arrays: sum each once")
-    sums, updates = times[gluon.Trainer._allreduce_grads.__name__], times[gluon.Trainer._update.__name__]
-    if sums > updates > 0:
-        hints.append(f"the Trainer sums gradients {sums} times for {updates} updates: sum once, before each update")
-    if compression:
-        hints.append("the Trainer compresses gradients (compression_params)")
+def _is_recursive(frame: FrameType) -> bool:
+    """Whether a function is called by itself, also indirectly."""
+    caller = frame.f_back
+    while caller and caller.f_code != frame.f_code:
+        caller = caller.f_back
+    return caller is not None
+
+
+def _hints(sums: float, arrays: int, of_trainer: float, updates: float) -> list[str]:
+    """What may be wrong with sums in a step on several devices. sums: how often it calls allreduce, for how many
+    arrays. of_trainer: how often the Trainer sums all gradients, for how many updates."""
+    hints = list[str]()
+    if sums > arrays:
+        hints.append(f"a step calls allreduce {sums:g} times, for {arrays} arrays: sum each once")
+    if of_trainer > updates > 0:
+        often = f"{of_trainer / updates:g} times for each update"
+        hints.append(f"the Trainer sums gradients {often}: sum once, before it")
     return hints
 
 

@@ -348,6 +348,47 @@ def test_a_right_step_is_not_accused(case, tmp_path):
     assert "distance" in " ".join(report.notes)
 
 
+OTHERS = """
+
+def initialize(net, ctx, init=NORMAL):
+    net.initialize(init, ctx=ctx)
+    net.collect_params().setattr("grad_req", "add")
+
+
+def _update(shards, first):
+    return [shard[first::2] for shard in shards]
+
+
+def train_batch(X, y, net, ctx, trainer):
+    data, label = split_and_load(X, ctx), split_and_load(y, ctx)
+    net.collect_params().zero_grad()
+    losses = []
+    for first in range(2):
+        losses += forward_backward(net, _update(data, first), _update(label, first))
+        trainer.allreduce_grads()
+    trainer.update(X.shape[0])
+    return losses
+"""
+RECURSIVE = """
+
+def allreduce(data):
+    if len(data) == 1:
+        return
+    data[1] += data[0].as_in_context(data[1].context)
+    allreduce(data[1:])
+    data[1].copyto(data[0])
+"""
+
+
+def test_hints_count_a_lessons_sums_and_no_functions_with_the_same_names(tmp_path):
+    (tmp_path / "twice.py").write_text(TEXTS[highlevel] + OTHERS)
+    assert "sums gradients 2 times for each update" in compare_lesson(str(tmp_path / "twice.py"), CPUS[:2]).verdict
+    path = write(tmp_path, *WRONG["the sum of sums"][0])
+    with open(path, "a") as file:
+        file.write(RECURSIVE)
+    assert "calls allreduce 16 times, for 8 arrays" in compare_lesson(path, CPUS).verdict
+
+
 PAIRS = """    if len(data) > 1:
         data[0][:] += data[1].copyto(data[0].context)
     for array in data[1:]:
