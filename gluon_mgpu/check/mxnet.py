@@ -131,7 +131,7 @@ class MXNet(Driver):
         even: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
-        self.own_trainer, self.done, self.extra = own_trainer, reached.Done(), not even
+        self.own_trainer, self.done, self.extra = own_trainer, reached.Done(), int(not even)
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
