@@ -479,7 +479,7 @@ def _hints(sums: float, arrays: int, of_trainer: float, updates: float) -> list[
 
 
 def _refuse_synchronized(block: gluon.Block) -> None:
-    """On one device, such a layer would wait forever for the number of devices with which it was created."""
+    """Raise Error for SyncBatchNorm: on one device, it would wait for ever for the others."""
     if isinstance(block, gluon.contrib.nn.SyncBatchNorm):
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 
