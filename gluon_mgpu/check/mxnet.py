@@ -274,7 +274,8 @@ class MXNet(Driver):
         if double:
             _cast_other_networks(model)
         found = {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
-        parameters = {**found, **model.parameters}
+        # average_running_stats needs the network's own first, whose gradients are computed last
+        parameters = {**model.parameters, **found, **model.parameters}
         model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
 
     def _set_trainer(self, model: GluonModel, lr: float, batch: Any) -> str:

@@ -17,6 +17,7 @@ from gluon_mgpu.check.mxnet import compare_lesson
 from gluon_mgpu.commands.check import check
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
+from gluon_mgpu.training.models import GluonModel
 
 CPUS = [mx.cpu(i) for i in range(3)]
 TEXTS = {module: Path(module.__file__).read_text() for module in (scratch, highlevel)}
@@ -387,6 +388,20 @@ def test_hints_count_a_lessons_sums_and_no_functions_with_the_same_names(tmp_pat
     with open(path, "a") as file:
         file.write(RECURSIVE)
     assert "calls allreduce 16 times, for 8 arrays" in compare_lesson(path, CPUS).verdict
+
+
+def test_the_networks_own_arrays_are_before_those_of_others(tmp_path, monkeypatch):
+    """The average of running statistics waits for the first gradient, which must be the last one that is computed."""
+    orders, average = [], GluonModel.average_running_stats
+
+    def noted(model, *args):
+        orders.append([*model.arrays()])
+        average(model, *args)
+
+    monkeypatch.setattr(GluonModel, "average_running_stats", noted)
+    changed, _ = RIGHT["a critic"]
+    assert compare_lesson(write(tmp_path, *changed), CPUS[:2], steps=1).same
+    assert all(order[-2:] == ["critic.weight", "critic.bias"] and len(order) > 2 for order in orders) and orders
 
 
 PAIRS = """    if len(data) > 1:
