@@ -167,10 +167,13 @@ class MXNet(Driver):
                 return f"split_and_load changes their order: {wrong} on {count} {log.plural(count, 'device')}; {advice}"
         return ""
 
-    def model(self, k: int, double: bool = False) -> Any:
-        """The model of a fresh lesson on k devices."""
+    def model(self, k: int, double: bool = False, hybridize: bool = True) -> Any:
+        """The model of a fresh lesson on k devices. hybridize: False: its network is computed operator by operator, not
+        as one graph."""
         lesson, ctx = self.load(), self.ctx[:k]
         config = self.as_trained if k > 1 else self.as_written
+        if not hybridize:
+            config = replace(self.as_written, hybridize=False)
         seed_generators(0)
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
         if double and isinstance(model, ArrayModel):
@@ -182,11 +185,18 @@ class MXNet(Driver):
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
         return model
 
-    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, lr: float = LR) -> Session:
+    def run(
+        self,
+        k: int,
+        batches: Sequence[Any],
+        options: Options = AS_WRITTEN,
+        lr: float = LR,
+        hybridize: bool = True,
+    ) -> Session:
         session = Session()
         try:
             with _without_dropout(session.facts):
-                model = self.model(k, options.double)
+                model = self.model(k, options.double, hybridize)
                 with _in_double(session.facts) if options.double else nullcontext():
                     self._take_steps(session, model, batches, options, lr)
         except Exception as error:
@@ -408,9 +418,7 @@ class MXNet(Driver):
         parts = usual_parts(self.split(k, batch, n), k, n)
         data = [(k, batch), (1, batch), *((1, self.take(batch, part)) for part in parts)]
         # A hybridized network's backward pass writes the statistics without telling the engine.
-        as_written = replace(self.as_written, hybridize=False)
-        with patch.multiple(self, as_written=as_written, as_trained=as_written):
-            several, *alone = (self.run(count, [examples]).steps for count, examples in data)
+        several, *alone = (self.run(count, [examples], hybridize=False).steps for count, examples in data)
         if not several or not all(alone):
             return ""
         wrong = list[str]()
