@@ -208,13 +208,13 @@ class MXNet(Driver):
     def _take_steps(self, session: Session, model: Any, batches: Sequence[Any], options: Options, lr: float) -> None:
         dtype, is_several = "float64" if options.double else "float32", len(model.ctx) > 1
         data = [(nd.array(_scaled(X, options.scale), dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
+        if isinstance(model, GluonModel):
+            model.net.apply(_refuse_synchronized)
         self._prepare(model, data[0], lr, session.facts, options.double)
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
         net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
         compression = getattr(trainer, "_compression_params", None)
-        if net:
-            net.apply(_refuse_synchronized)
         if compression and options.double:
             raise Error("MXNet compresses gradients only in float32")
         rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
