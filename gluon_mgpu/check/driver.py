@@ -42,7 +42,9 @@ class StepResult:
     rest: list[Arrays] = field(default_factory=list)  # other state that has changed, as it is after the step
     rates: list[dict[str, float]] = field(default_factory=list)  # the settings of the optimizers
     raw: list[Arrays] = field(default_factory=list)  # the gradients of the backward pass, on one device
-    modules: list[Any] = field(default_factory=list)  # for the driver: what modules of a network computed
+    # for the driver
+    modules: list[Any] = field(default_factory=list)  # what modules of a network computed
+    statistics: list[Arrays] = field(default_factory=list)  # running statistics, before their average
 
     @property
     def moves(self) -> bool:

@@ -7,6 +7,7 @@ and what `split_and_load`, `allreduce` and `evaluate_accuracy` do when they are 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ STRESS = {
     "if one device gets numbers that are not finite": Options(scale=math.nan),
 }
 CAST = ("cast", "Cast", "amp_cast")
+SUM, UPDATE = gluon.Trainer._allreduce_grads.__code__, gluon.Trainer._update.__code__
 
 
 def compare_lesson(
@@ -107,7 +109,8 @@ def _codes(function: Any) -> list[Any]:
 class MXNet(Driver):
     """The driver. ctx: the most devices. extra: how many examples make a batch uneven; 0: all batches are even. called:
     what the steps have called. examples: how many a step on several had on each device. hints: what is odd about it.
-    placed: what is wrong with the places of the replicas. done: what has run of the file's functions.
+    placed: what is wrong with the places of the replicas. done: what has run of the file's functions. shapes: of the
+    parameters of networks other than the model's.
     """
 
     divides = "split_and_load"
@@ -128,12 +131,13 @@ class MXNet(Driver):
         even: bool,
     ) -> None:
         self.load, self.ctx, self.image_shape, self.classes = load, ctx, tuple(image_shape), classes
-        self.own_trainer, self.done, self.extra = own_trainer, reached.Done(), not even
+        self.own_trainer, self.done, self.extra = own_trainer, reached.Done(), int(not even)
         lesson = load()
         self.as_written = Config(impl=lessons.name_of(lesson), model=config.model)
         self.as_trained = replace(self.as_written, tune=config.tune, hybridize=config.hybridize)
         lessons.describe(lesson).check_settings(self.as_trained)
         self.called, self.examples, self.hints, self.placed = set[CodeType](), Counter[Context](), list[str](), ""
+        self.shapes: dict[str, tuple[int, ...]] | None = None
 
     def split(self, k: int, batch: Any, n: int) -> Shards | None:
         lesson = self.load()
@@ -163,10 +167,13 @@ class MXNet(Driver):
                 return f"split_and_load changes their order: {wrong} on {count} {log.plural(count, 'device')}; {advice}"
         return ""
 
-    def model(self, k: int, double: bool = False) -> Any:
-        """The model of a fresh lesson on k devices."""
+    def model(self, k: int, double: bool = False, hybridize: bool = True) -> Any:
+        """The model of a fresh lesson on k devices. hybridize: False: its network is computed operator by operator, not
+        as one graph."""
         lesson, ctx = self.load(), self.ctx[:k]
         config = self.as_trained if k > 1 else self.as_written
+        if not hybridize:
+            config = replace(self.as_written, hybridize=False)
         seed_generators(0)
         model = create_model(lesson, ctx, config, self.image_shape, self.classes)
         if double and isinstance(model, ArrayModel):
@@ -178,11 +185,18 @@ class MXNet(Driver):
             model._arrays = [{name: p.data(c) for name, p in model.parameters.items()} for c in ctx]
         return model
 
-    def run(self, k: int, batches: Sequence[Any], options: Options = AS_WRITTEN, lr: float = LR) -> Session:
+    def run(
+        self,
+        k: int,
+        batches: Sequence[Any],
+        options: Options = AS_WRITTEN,
+        lr: float = LR,
+        hybridize: bool = True,
+    ) -> Session:
         session = Session()
         try:
             with _without_dropout(session.facts):
-                model = self.model(k, options.double)
+                model = self.model(k, options.double, hybridize)
                 with _in_double(session.facts) if options.double else nullcontext():
                     self._take_steps(session, model, batches, options, lr)
         except Exception as error:
@@ -194,13 +208,13 @@ class MXNet(Driver):
     def _take_steps(self, session: Session, model: Any, batches: Sequence[Any], options: Options, lr: float) -> None:
         dtype, is_several = "float64" if options.double else "float32", len(model.ctx) > 1
         data = [(nd.array(_scaled(X, options.scale), dtype=dtype), nd.array(y, dtype=dtype)) for X, y in batches]
-        self._prepare(model, data[0], lr, session.facts)
+        if isinstance(model, GluonModel):
+            model.net.apply(_refuse_synchronized)
+        self._prepare(model, data[0], lr, session.facts, options.double)
         session.facts.statistics = session.facts.synced = [*model.running_stats]
         session.facts.normalized = bool(model.running_stats)
         net, trainer = getattr(model, "net", None), getattr(model, "trainer", None)
         compression = getattr(trainer, "_compression_params", None)
-        if net:
-            net.apply(_refuse_synchronized)
         if compression and options.double:
             raise Error("MXNet compresses gradients only in float32")
         rest = functools.partial(kept, model.lesson, model.ctx, net=net, trainer=trainer)
@@ -214,7 +228,8 @@ class MXNet(Driver):
             self.placed = self._misplaced(model)
         model.load(given)
         grads = _noted_gradients(model) if trainer else []
-        calls = Counter[CodeType]()
+        allreduce = code_of(getattr(model.lesson, "allreduce", None))
+        calls = Counter(dict.fromkeys((allreduce, SUM, UPDATE), 0))
         for i, (X, y) in enumerate(data):
             seed_generators(1000 * options.seed + i)
             before, examples = _arrays(model), Counter[Context]()
@@ -226,7 +241,7 @@ class MXNet(Driver):
             statistics = only(_arrays(model), model.running_stats)
             model.average_running_stats(losses, X.shape[0], Group())
             step = StepResult(changes_of(before, _arrays(model)), losses=[a.asnumpy().reshape(-1) for a in losses])
-            step.modules = statistics
+            step.statistics = statistics
             step.rates = [{"lr 0": float(trainer.learning_rate)}] * len(model.ctx) if trainer else []
             step.grads = [{n: np.stack(of_steps) for n, of_steps in g.items()} for g in grads]
             step.rest = rest()
@@ -234,16 +249,21 @@ class MXNet(Driver):
             grads.clear()
             if is_several:
                 self.examples = examples or Counter({shard.context: shard.size for shard in losses})
-                self.hints = _hints(calls, i + 1, len(before[0]), compression)
+                sums, of_trainer, updates = (count / (i + 1) for count in calls.values())
+                self.hints = _hints(sums, len(before[0]), of_trainer, updates)
+                if compression:
+                    self.hints.append("the Trainer compresses gradients (compression_params)")
 
     @contextmanager
-    def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[CodeType]) -> Iterator[None]:
-        """Note what a step calls, and how many examples are computed on each device."""
+    def _watched(self, lesson: ModuleType, examples: Counter[Context], calls: Counter[Any]) -> Iterator[None]:
+        """Note what a step calls, and how many examples are computed on each device. calls: counts the calls of the
+        functions that it has, except those that they make of themselves."""
         computes = code_of(lesson.forward_backward)
 
         def note(frame: FrameType) -> None:
-            calls[frame.f_code] += 1
             self.called.add(frame.f_code)
+            if frame.f_code in calls and not _is_recursive(frame):
+                calls[frame.f_code] += 1
             if frame.f_code == computes and computes.co_argcount > 1:
                 shards = frame.f_locals[computes.co_varnames[1]]
                 for shard in shards if isinstance(shards, (list, tuple)) else ():
@@ -252,18 +272,45 @@ class MXNet(Driver):
         with noting_calls(note):
             yield
 
-    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts) -> None:
-        """Give a model the Trainer of its lesson, with this learning rate."""
+    def _prepare(self, model: Any, batch: Any, lr: float, facts: Facts, double: bool) -> None:
+        """Give a model the Trainer of its lesson, and the arrays of other networks. double: these get float64."""
         if not isinstance(model, GluonModel):
             return
+        if reason := self._set_trainer(model, lr, batch):
+            facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {reason}"]
+        others = _of_other_networks(model)
+        if any(p._deferred_init for p in others.values()):
+            self._infer_shapes(others, batch)
+        if double:
+            _cast_other_networks(model)
+        found = {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
+        # average_running_stats needs the network's own first, whose gradients are computed last
+        parameters = {**model.parameters, **found, **model.parameters}
+        model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
+
+    def _set_trainer(self, model: GluonModel, lr: float, batch: Any) -> str:
+        """Give a model the Trainer of its lesson, with this learning rate. Returns why it does not, if so."""
         model.trainer.set_learning_rate(lr)
         if self.own_trainer:
             try:
                 model.trainer = own_trainer(model, lr, batch)
             except Error as error:
-                facts.how = [f"with the gluon.Trainer of `gluon-mgpu train`, because {error}"]
-        parameters = {**_of_other_networks(model, batch[0].dtype), **model.parameters}
-        model._arrays = [{name: p.data(c) for name, p in parameters.items()} for c in model.ctx]
+                return str(error)
+        return ""
+
+    def _infer_shapes(self, parameters: Mapping[str, gluon.Parameter], batch: Any) -> None:
+        """Create the parameters that Gluon creates only in the first step, with the shapes that they have after a step
+        of a fresh lesson."""
+        if self.shapes is None:
+            model, (X, y) = self.model(1), batch
+            self._set_trainer(model, LR, batch)
+            self._step(model, X, y, LR)
+            self.shapes = {name: p.shape for name, p in _of_other_networks(model).items() if p._data}
+        seed_generators(0)
+        for name, p in parameters.items():
+            if name in self.shapes:
+                p.shape = self.shapes[name]
+                p._finish_deferred_init()
 
     @staticmethod
     def _step(model: Any, X: NDArray, y: NDArray, lr: float) -> list[NDArray]:
@@ -371,16 +418,14 @@ class MXNet(Driver):
         parts = usual_parts(self.split(k, batch, n), k, n)
         data = [(k, batch), (1, batch), *((1, self.take(batch, part)) for part in parts)]
         # A hybridized network's backward pass writes the statistics without telling the engine.
-        as_written = replace(self.as_written, hybridize=False)
-        with patch.multiple(self, as_written=as_written, as_trained=as_written):
-            several, *alone = (self.run(count, [examples]).steps for count, examples in data)
+        several, *alone = (self.run(count, [examples], hybridize=False).steps for count, examples in data)
         if not several or not all(alone):
             return ""
         wrong = list[str]()
-        for name in several[0].modules[0]:
-            whole, *of_parts = (steps[0].modules[0][name] for steps in alone)
+        for name in several[0].statistics[0]:
+            whole, *of_parts = (steps[0].statistics[0][name] for steps in alone)
             right = [*of_parts, np.mean(of_parts, axis=0), whole]  # the whole batch's, if it is synchronized
-            found = [arrays[name] for arrays in several[0].modules]
+            found = [arrays[name] for arrays in several[0].statistics]
             if not all(any(is_same(a, b, 1e-4 * norm(b)) for b in right) for a in found):
                 wrong.append(name)
         reason = f"the running statistics ({listed(wrong)}) are neither those of a device's examples nor an average of "
@@ -422,39 +467,50 @@ def _divided(lesson: ModuleType, data: NDArray, ctx: list[Context], first: int) 
     return [(shard.reshape(len(shard), -1)[:, 0] - first).astype(int).tolist() for shard in shards if shard.size]
 
 
-def _hints(calls: Counter[CodeType], steps: int, arrays: int, compression: Any) -> list[str]:
-    """What may be wrong with sums in some steps on several devices. calls: how often they have called what. arrays: how
-    many there are. compression: of the Trainer."""
-    times, hints = Counter[str](), list[str]()
-    for code, count in calls.items():
-        times[code.co_name] += count
-    if times["allreduce"] > steps * arrays:
-        count = times["allreduce"] // steps
-        hints.append(f"a step calls allreduce {count} times, for {arrays} arrays: sum each once")
-    sums, updates = times[gluon.Trainer._allreduce_grads.__name__], times[gluon.Trainer._update.__name__]
-    if sums > updates > 0:
-        hints.append(f"the Trainer sums gradients {sums} times for {updates} updates: sum once, before each update")
-    if compression:
-        hints.append("the Trainer compresses gradients (compression_params)")
+def _is_recursive(frame: FrameType) -> bool:
+    """Whether a function is called by itself, also indirectly."""
+    caller = frame.f_back
+    while caller and caller.f_code != frame.f_code:
+        caller = caller.f_back
+    return caller is not None
+
+
+def _hints(sums: float, arrays: int, of_trainer: float, updates: float) -> list[str]:
+    """What may be wrong with sums in a step on several devices. sums: how often it calls allreduce, for how many
+    arrays. of_trainer: how often the Trainer sums all gradients, for how many updates."""
+    hints = list[str]()
+    if sums > arrays:
+        hints.append(f"a step calls allreduce {sums:g} times, for {arrays} arrays: sum each once")
+    if of_trainer > updates > 0:
+        often = f"{of_trainer / updates:g} times for each update"
+        hints.append(f"the Trainer sums gradients {often}: sum once, before it")
     return hints
 
 
 def _refuse_synchronized(block: gluon.Block) -> None:
-    """On one device, such a layer would wait forever for the number of devices with which it was created."""
+    """Raise Error for SyncBatchNorm: on one device, it would wait for ever for the others."""
     if isinstance(block, gluon.contrib.nn.SyncBatchNorm):
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 
 
-def _of_other_networks(model: GluonModel, dtype: type) -> dict[str, gluon.Parameter]:
-    """The parameters of networks in the file's variables, such as a critic, which get this type."""
-    found = dict[str, gluon.Parameter]()
-    for name, block in vars(model.lesson).items():
-        if isinstance(block, gluon.Block):
-            block.cast(dtype)
-            found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items()}
-    known = {*model.parameters.values()}
-    others = {name: p for name, p in found.items() if p not in known and not name.endswith(RUNNING_STATS)}
-    return {name: p for name, p in others.items() if p._data and {*model.ctx} <= {*p.list_ctx()}}
+def _other_networks(model: GluonModel) -> dict[str, gluon.Block]:
+    """The networks in the file's variables, such as a critic."""
+    return {name: block for name, block in vars(model.lesson).items() if isinstance(block, gluon.Block)}
+
+
+def _of_other_networks(model: GluonModel) -> dict[str, gluon.Parameter]:
+    """Their parameters, without those of the model and running statistics."""
+    known, found = {*model.parameters.values()}, dict[str, gluon.Parameter]()
+    for name, block in _other_networks(model).items():
+        found |= {f"{name}.{key}": p for key, p in block._collect_params_with_prefix().items() if p not in known}
+    return {name: p for name, p in found.items() if not name.endswith(RUNNING_STATS)}
+
+
+def _cast_other_networks(model: GluonModel) -> None:
+    """Cast them to float64, unless they were initialized within `_in_double`. This makes new arrays."""
+    for block in _other_networks(model).values():
+        if any(a.dtype != np.float64 for p in block.collect_params().values() for a in p._data or ()):
+            block.cast("float64")
 
 
 def _noted_gradients(model: GluonModel) -> list[dict[str, list[np.ndarray]]]:
@@ -500,13 +556,13 @@ def _in_double(facts: Facts) -> Iterator[None]:
         facts.low = max(facts.low, low or "float32", key=ROUNDING.__getitem__)
         return "float64" if low else dtype
 
-    def created(create: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: create(*args, **{**options, "dtype": larger(options.get("dtype"))})
+    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
 
-    def cast(convert: Callable[..., Any]) -> Callable[..., Any]:
-        def in_double(array: Any, *dtype: Any, **options: Any) -> Any:
-            options |= {"dtype": larger(options["dtype"])} if "dtype" in options else {}
-            return convert(array, *map(larger, dtype[:1]), *dtype[1:], **options)
+        def in_double(*args: Any, **options: Any) -> Any:
+            bound = signature.bind_partial(*args, **options)
+            bound.arguments["dtype"] = larger(bound.arguments.get("dtype"))
+            return function(*bound.args, **bound.kwargs)
 
         return in_double
 
@@ -524,12 +580,12 @@ def _in_double(facts: Facts) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, names, change in (
-            (nd, CREATE, created),
-            (mx.optimizer.optimizer, ("zeros",), created),
+            (nd, CREATE, typed),
+            (mx.optimizer.optimizer, ("zeros",), typed),
             (nd.random, DRAW, drawn),
             (mx.random, DRAW, drawn),
-            (nd, CAST, cast),
-            (NDArray, ("astype",), cast),
+            (nd, CAST, typed),
+            (NDArray, ("astype",), typed),
         ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, change(getattr(owner, name))))
@@ -541,10 +597,10 @@ def _without_dropout(facts: Facts) -> Iterator[None]:
     """Let dropout keep all values, and say so."""
 
     def keeping(dropout: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(data: Any, p: float = 0.5, **options: Any) -> Any:
+        def keep(data: Any, p: float = 0.5, *others: Any, **options: Any) -> Any:
             if p > 0:
                 facts.how = ["with dropout off"]
-            return dropout(data, p=0, **options)
+            return dropout(data, 0, *others, **options)
 
         return keep
 

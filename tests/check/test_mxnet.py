@@ -17,6 +17,7 @@ from gluon_mgpu.check.mxnet import compare_lesson
 from gluon_mgpu.commands.check import check
 from gluon_mgpu.support.errors import UsageError
 from gluon_mgpu.training import lessons
+from gluon_mgpu.training.models import GluonModel
 
 CPUS = [mx.cpu(i) for i in range(3)]
 TEXTS = {module: Path(module.__file__).read_text() for module in (scratch, highlevel)}
@@ -97,6 +98,24 @@ OF_CRITIC = (
     ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
     (STEP, f"    trainers[0].step(X.shape[0])\n{STEP}"),
 )
+BY_HAND = """    critic.initialize(ctx=ctx)
+    critics.extend([p.data(c) for p in critic.collect_params().values()] for c in ctx)
+    trainer = gluon"""
+UPDATE_BY_HAND = """    for params in critics:
+        for p in params:
+            p -= 0.01 * p.grad / X.shape[0]
+"""
+SUM_OF_CRITICS = """    for gradients in zip(*([p.grad for p in params] for params in critics)):
+        total = nd.add_n(*[g.as_in_context(ctx[0]) for g in gradients])
+        for g in gradients:
+            total.copyto(g)
+"""
+HAND_MADE = (
+    ("loss = gluon", "critic, critics = nn.Dense(1, in_units=10), []\nloss = gluon"),
+    ("loss(net(X), y) for", "loss(a := net(X), y) + 0.02 * (critic(a)[:, 0] - y) ** 2 for"),
+    ("    trainer = gluon", BY_HAND),
+)
+DEFERRED = [(old, new.replace("1, in_units=10", "1")) for old, new in OF_CRITIC]
 TREE = """    distance = 1
     while distance < len(data):
         for i in range(0, len(data) - distance, 2 * distance):
@@ -241,6 +260,16 @@ WRONG = {
         "sum",
         "own gradients for critic",
     ),
+    "Gluon, a critic of unknown shapes whose Trainer sums nothing": (
+        (highlevel, *DEFERRED, ("    trainer = gluon", CRITIC.replace("KVSTORE", "None"))),
+        "sum",
+        "own gradients for critic",
+    ),
+    "Gluon, a critic's arrays that are updated by hand, each with its own gradients": (
+        (highlevel, *HAND_MADE, (STEP, UPDATE_BY_HAND + STEP)),
+        "sum",
+        "own gradients for critic",
+    ),
     "Gluon, compressed gradients": (
         (highlevel, (TRAINER, "compression_params={'type': '2bit', 'threshold': 0.5}")),
         "update",
@@ -269,6 +298,14 @@ RIGHT = {
     "AdaGrad": ((highlevel, ('"sgd", {"learning_rate": lr}', '"adagrad", {"learning_rate": 0.01}')), []),
     "one-hot labels": ((scratch, (LOSS, "-(nd.one_hot(y, 10) * nd.log_softmax(y_hat)).sum(axis=1)")), []),
     "a critic": ((highlevel, *OF_CRITIC, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))), []),
+    "a critic of unknown shapes": (
+        (highlevel, *DEFERRED, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))),
+        [],
+    ),
+    "a critic's arrays that are updated by hand": (
+        (highlevel, *HAND_MADE, (STEP, SUM_OF_CRITICS + UPDATE_BY_HAND + STEP)),
+        [],
+    ),
     "gradients in float16": (
         (highlevel, (STEP, IN_FLOAT16 + STEP)),
         ["in float64, without the rounding of float16"],
@@ -276,6 +313,17 @@ RIGHT = {
     "a batch in parts": (
         (scratch, ("p.attach_grad()", "p.attach_grad(grad_req='add')"), (BACKWARD, IN_PARTS)),
         [],
+    ),
+    "types and modes by position": (
+        (
+            scratch,
+            (
+                SPLIT,
+                f"{SPLIT}    ys = [nd.cast(data=nd.array(y, y.context, 'float32'), dtype='float16') for y in ys]\n",
+            ),
+            (LOSS, f"{LOSS} * nd.Dropout(nd.ones(y.shape, y.context, 'float32'), 0.5, 'always')"),
+        ),
+        ["with dropout off", "in float64, without the rounding of float16"],
     ),
     "dropout": ((highlevel, ("nn.Flatten()", "nn.Dropout(0.5), nn.Flatten()")), ["with dropout off"]),
 }
@@ -299,6 +347,61 @@ def test_a_right_step_is_not_accused(case, tmp_path):
     assert report.claims.keys() >= {"losses", "replicas", "update"} and not any(report.claims.values())
     assert report.how == how
     assert "distance" in " ".join(report.notes)
+
+
+OTHERS = """
+
+def initialize(net, ctx, init=NORMAL):
+    net.initialize(init, ctx=ctx)
+    net.collect_params().setattr("grad_req", "add")
+
+
+def _update(shards, first):
+    return [shard[first::2] for shard in shards]
+
+
+def train_batch(X, y, net, ctx, trainer):
+    data, label = split_and_load(X, ctx), split_and_load(y, ctx)
+    net.collect_params().zero_grad()
+    losses = []
+    for first in range(2):
+        losses += forward_backward(net, _update(data, first), _update(label, first))
+        trainer.allreduce_grads()
+    trainer.update(X.shape[0])
+    return losses
+"""
+RECURSIVE = """
+
+def allreduce(data):
+    if len(data) == 1:
+        return
+    data[1] += data[0].as_in_context(data[1].context)
+    allreduce(data[1:])
+    data[1].copyto(data[0])
+"""
+
+
+def test_hints_count_a_lessons_sums_and_no_functions_with_the_same_names(tmp_path):
+    (tmp_path / "twice.py").write_text(TEXTS[highlevel] + OTHERS)
+    assert "sums gradients 2 times for each update" in compare_lesson(str(tmp_path / "twice.py"), CPUS[:2]).verdict
+    path = write(tmp_path, *WRONG["the sum of sums"][0])
+    with open(path, "a") as file:
+        file.write(RECURSIVE)
+    assert "calls allreduce 16 times, for 8 arrays" in compare_lesson(path, CPUS).verdict
+
+
+def test_the_networks_own_arrays_are_before_those_of_others(tmp_path, monkeypatch):
+    """The average of running statistics waits for the first gradient, which must be the last one that is computed."""
+    orders, average = [], GluonModel.average_running_stats
+
+    def noted(model, *args):
+        orders.append([*model.arrays()])
+        average(model, *args)
+
+    monkeypatch.setattr(GluonModel, "average_running_stats", noted)
+    changed, _ = RIGHT["a critic"]
+    assert compare_lesson(write(tmp_path, *changed), CPUS[:2], steps=1).same
+    assert all(order[-2:] == ["critic.weight", "critic.bias"] and len(order) > 2 for order in orders) and orders
 
 
 PAIRS = """    if len(data) > 1:
@@ -325,8 +428,9 @@ def test_a_lesson_that_refuses_uneven_batches_is_right_if_all_are_even(tmp_path)
 @pytest.mark.slow
 def test_a_layer_that_would_wait_on_one_device_is_refused(tmp_path):
     layer = "gluon.contrib.nn.SyncBatchNorm(num_devices=2), nn.Flatten()"
-    report = compare_lesson(write(tmp_path, highlevel, ("nn.Flatten()", layer)), CPUS[:2])
-    assert report.status == UNKNOWN and "SyncBatchNorm" in report.verdict
+    for other in [], [*DEFERRED, ("    trainer = gluon", CRITIC.replace("KVSTORE", "'device'"))]:
+        report = compare_lesson(write(tmp_path, highlevel, ("nn.Flatten()", layer), *other), CPUS[:2])
+        assert report.status == UNKNOWN and "SyncBatchNorm" in report.verdict
 
 
 @pytest.mark.slow
