@@ -92,9 +92,12 @@ def example_batch(n):
 
 def train_batch(X, y, params, lr):
 """
+NO_COMPILER = '    assert "torch._dynamo.symbolic_convert" not in __import__("sys").modules\n'  # it takes seconds
+TOTAL = "    correct, total = torch.zeros(()), 0\n"
 RIGHT_STEPS = {
     "broadcast by DDP": ddp(["np.random.default_rng(seed)", OWN_DRAW]),
     "a mask": ddp([LOSS, VALID]),
+    "without the compiler": ddp([LOSS, NO_COMPILER + LOSS], [TOTAL, NO_COMPILER + TOTAL]),
     "FSDP": (ROOT / "docs/pytorch/fsdp.py").read_text(),
     "a list of examples": scratch(["def train_batch(X, y, params, lr):\n", LISTED]),
     "batches that are drawn without a seed": scratch(["def train_batch(X, y, params, lr):\n", DRAWN]),
