@@ -668,7 +668,7 @@ WRONG = {
     "gradients that one process adds up": (ddp, zeroed_by_others, EVEN, "zero_grad"),
     "a queue of own inputs": (made(partial(DDP, broadcast_buffers=False), layer=Queue), plain, EVEN, "own statistics"),
     "only the first half is summed": (made(sharded), first_half_only, EVEN, "uses only examples 0 to 5 of 12"),
-    "a layer that is frozen on one": (alone, frozen_on_one, EVEN, "but not on one"),
+    "a layer that is frozen on one": (alone, frozen_on_one, EVEN, "but one does not"),
     "a climb of each process": (ddp, climbing, EVEN, "before the sum"),
     "a mean that is not divided": (with_mean, sum_of_means, EVEN, "mean); compute it from all examples"),
 }
