@@ -488,7 +488,7 @@ def _hints(sums: float, arrays: int, of_trainer: float, updates: float) -> list[
 
 
 def _refuse_synchronized(block: gluon.Block) -> None:
-    """Raise Error for SyncBatchNorm: on one device, it would wait for ever for the others."""
+    """Raise Error for SyncBatchNorm: on one device, it would wait for the others forever."""
     if isinstance(block, gluon.contrib.nn.SyncBatchNorm):
         raise Error("SyncBatchNorm waits for a fixed number of devices; check the step with BatchNorm in its place")
 

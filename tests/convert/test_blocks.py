@@ -215,25 +215,26 @@ def written(folder, network, *shape):
     return (folder / "net.py").read_text(), runpy.run_path(str(folder / "net.py"))["Net"]
 
 
+def branches(*sizes):
+    """A network that joins branches with outputs of these sizes."""
+    outputs = []
+    for k, size in enumerate(sizes):
+        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
+        outputs.append(s.FullyConnected(y, num_hidden=size, name=f"second{k}"))
+    return s.concat(*outputs, dim=1)
+
+
 @needs("pytorch")
 @pytest.mark.slow
 def test_parallel_branches_of_one_value_become_one_class(tmp_path):
-    branches = []
-    for k in range(4):
-        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
-        branches.append(s.FullyConnected(y, num_hidden=k + 1, name=f"second{k}"))
-    code, _ = written(tmp_path, s.concat(*branches, dim=1), 6)
+    code, _ = written(tmp_path, branches(1, 2, 3, 4), 6)
     assert code.count("\nclass ") == 2 and code.count("nn.Linear(") == 2
 
 
 @needs("pytorch")
 @pytest.mark.slow
 def test_equal_branches_become_a_list_of_blocks(tmp_path):
-    branches = []
-    for k in range(6):
-        y = s.Activation(s.FullyConnected(X, num_hidden=8, name=f"first{k}"), act_type="relu")
-        branches.append(s.FullyConnected(y, num_hidden=3, name=f"second{k}"))
-    code, net = written(tmp_path, s.concat(*branches, dim=1), 6)
+    code, net = written(tmp_path, branches(*[3] * 6), 6)
     [(_, blocks)] = net().named_children()
     assert len(blocks) == 6 and code.count("nn.Linear(") == 2
 
