@@ -74,8 +74,8 @@ def _imports_from(folder: str) -> Iterator[None]:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether code with this file name is the user's, not a library's. Jupyter gives each cell of a notebook the name of
-    a file that does not exist, and keeps its text in linecache."""
+    """Whether code with this file name is the user's, not a library's. Jupyter gives each cell of a notebook the name
+    of a file that does not exist, and keeps its text in linecache."""
     return not file.startswith(LIBRARIES) and (os.path.exists(file) or file in linecache.cache)
 
 
